@@ -54,6 +54,8 @@ def test_the_best_so_far_is_the_answer():
     assert found.search.strategies <= whole.search.strategies
     assert found.search.best[0].score >= whole.search.best[0].score
     # What it says may be left is true of what there is.
+    assert 1 - whole.search.best[0].score / found.search.best[0].score <= found.search.gap <= 1
+    assert whole.search.gap == 0
     assert found.search.best[0].score / whole.search.best[0].score <= found.most_speedup
     assert whole.most_speedup > 1
 

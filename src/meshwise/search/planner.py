@@ -193,7 +193,8 @@ def asked_spaces(problem: TrainingProblem, constraints: Constraints) -> Iterator
     shares = (MAX_MEMORY, 1.0) if constraints.max_memory is None else (constraints.max_memory,)
     tools = (True, False) if constraints.tools_optional else (True,)
     seconds, chip_seconds = most_seconds_per_token(constraints, problem.job.tokens, problem.cluster.price_per_chip_hour)
-    for with_tools, offload, share in itertools.product(tools, _offloading(problem, constraints), shares):
+    each = list(itertools.product(tools, _offloading(problem, constraints), shares))
+    for i, (with_tools, offload, share) in enumerate(each, 1):
         asked = constraints if with_tools else replace(constraints, tools=())
         yield SearchSpace(
             training_limits(problem, asked.sizes),
@@ -205,6 +206,7 @@ def asked_spaces(problem: TrainingProblem, constraints: Constraints) -> Iterator
             tools=asked.tools,
             most_seconds=seconds,
             most_chip_seconds=chip_seconds,
+            leanest=i == len(each),
         )
 
 

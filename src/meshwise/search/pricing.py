@@ -52,10 +52,11 @@ class Pricing:
 
     Args:
         network: and what may be chosen on it.
+        tick: called before each chunk; raises what ends the search.
     """
 
-    def __init__(self, network: SearchedNetwork) -> None:
-        self.network, self.problem, self.table = network, network.problem, network.table
+    def __init__(self, network: SearchedNetwork, tick: Callable[[], None] = lambda: None) -> None:
+        self.network, self.problem, self.table, self.tick = network, network.problem, network.table, tick
         self.bounds = Bounds(network)
         mappings: list[IdealMapping | Placements] = [IdealMapping(network.ideal)]
         if not any(d.torus for d in network.fabric.dimensions):
@@ -65,13 +66,23 @@ class Pricing:
         self.worthy: dict[tuple[object, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
 
-    def least_memory(self) -> float:
-        """Least memory of any candidate, bytes, with whatever the host has room for."""
-        groups, least = self.bounds.by_memory(), math.inf
+    def least_memory(self, least: float = math.inf, *, exact: bool = True) -> float:
+        """Least memory of any candidate, bytes, with whatever the host has room for.
+
+        Args:
+            least: of those that are known.
+            exact: of all; else of some, to know that there are any.
+        """
+        groups = self.bounds.by_memory()
         begin, size = 0, CHUNK // 32
-        while begin < len(groups) and groups.memory[begin] < least:
-            _, some = self.fitting(self.bounds.members_of(groups.take(slice(begin, begin + size))))
-            least, begin, size = min(least, some), begin + size, min(2 * size, CHUNK)
+        while begin < len(groups) and groups.memory[begin] < least and (exact or math.isinf(least)):
+            batch = self.bounds.members_of(groups.take(slice(begin, begin + size)))
+            begin, size = begin + size, min(2 * size, CHUNK)
+            floors = self.bounds.memory_floor(batch)
+            order, at, go = np.argsort(floors, kind="stable"), 0, 4
+            while at < len(order) and floors[order[at]] < least and (exact or math.isinf(least)):
+                least = min(least, self.fitting(batch.take(order[at : at + go]))[1])
+                at, go = at + go, min(4 * go, CHUNK)
         return least
 
     def possible(self, batch: CandidateBatch) -> CandidateBatch:
@@ -102,6 +113,8 @@ class Pricing:
                 missing = np.ones(len(of_schedule), bool)
                 tried: list[tuple[frozenset[str], Mask]] = []
                 for o, offload in enumerate(self.network.offloads):
+                    if any(smaller <= set(offload) and fitted.all() for smaller, fitted in tried):
+                        continue  # no faster than what fits
                     sizes = np.broadcast_to(memory(pipeline, offload), len(part))[inverse[1][of_schedule]]
                     runs = self.network.runs_with(c, int(s), o, mine.at[of_schedule])
                     sizes = np.where(runs, sizes, math.inf)
@@ -135,6 +148,7 @@ class Pricing:
     def placed(self, batch: CandidateBatch) -> Iterator[Priced]:
         """Price every placement of candidates that no other of the same mesh undercuts."""
         for c in np.unique(batch.choices):
+            self.tick()
             choices, mine = self.network.choices[c], batch.take(np.flatnonzero(batch.choices == c))
             ids, inverse = np.unique(self.table.mesh_id[mine.at], return_inverse=True)
             options = self._placements(choices, ids)
@@ -212,6 +226,7 @@ class Pricing:
             do there.
         """
         for c in np.unique(batch.choices):
+            self.tick()
             mine = np.flatnonzero(batch.choices == c)
             mine = mine[np.argsort(batch.at[mine], kind="stable")]
             places, inverse = np.unique(batch.at[mine], return_inverse=True)

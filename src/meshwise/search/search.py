@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwise.core.units import format_time
+from meshwise.core.units import format_percent, format_time
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
@@ -37,6 +37,10 @@ _LOOKED_AT, _GROUPS, _LEADERS = 4096, 1024, 32
 _GO, _GROWTH = 64, 8
 
 
+class OutOfTime(KeyboardInterrupt):
+    """The time of a search is up: an interruption that nobody had to type."""
+
+
 class SearchState:
     """What is known so far, on all networks: the best of each kind, the front, counts.
 
@@ -45,16 +49,40 @@ class SearchState:
         top: how many kinds to rank.
         seconds_on: chips -> seconds per token that a plan may take.
         progress: told a line now and then.
+        until: when the search ends, on `time.monotonic`'s clock.
     """
 
     def __init__(
-        self, objective: str, top: int, seconds_on: Callable[[float], float], progress: Callable[[str], None]
+        self,
+        objective: str,
+        top: int,
+        seconds_on: Callable[[float], float],
+        progress: Callable[[str], None],
+        until: float = math.inf,
     ) -> None:
-        self.by_cost, self.seconds_on, self.progress = objective == "cost", seconds_on, progress
+        self.by_cost, self.seconds_on, self.progress, self.until = objective == "cost", seconds_on, progress, until
         self.ranking, self.front = Ranking(top), Front()
         self.front_on: Fabric | None = None
         self.strategies = self.priced = self.covered = self.infeasible = 0
         self.least_memory = math.inf
+        # Scores that no layout undercuts: on the networks to come, and on this one.
+        self.elsewhere = self.here = math.inf
+
+    def tick(self) -> None:
+        """Stop where the time is up.
+
+        Raises:
+            OutOfTime: it is.
+        """
+        if time.monotonic() > self.until:
+            raise OutOfTime
+
+    @property
+    def gap(self) -> float:
+        """Share by which the best may still be from the optimum; 1 without one."""
+        best = min((f.score for f in self.ranking.best.values()), default=math.inf)
+        lower = min(self.here, self.elsewhere)
+        return max(0.0, 1 - lower / best) if lower < best else 0.0
 
     def score(self, seconds_per_token: Num, chips: float) -> Num:
         """What is minimised."""
@@ -67,15 +95,18 @@ class NetworkSearch:
     Args:
         state: filled.
         network: and what may be chosen on it.
+        leanest: whether to find the least memory of all layouts where nothing fits.
     """
 
-    def __init__(self, state: SearchState, network: SearchedNetwork) -> None:
-        self.state, self.network, self.pricing = state, network, Pricing(network)
+    def __init__(self, state: SearchState, network: SearchedNetwork, *, leanest: bool = True) -> None:
+        self.state, self.network, self.pricing = state, network, Pricing(network, state.tick)
+        self.leanest = leanest
         self.share, self.started = 0.0, time.monotonic()
         self.chips = float(math.prod(network.fabric.sizes))
         self.most_seconds = state.seconds_on(self.chips)
         self.for_front = network.fabric is state.front_on
         self.waiting = CandidateBatch.none()
+        self.rest = 0.0  # no bound is below it of what is neither priced nor waits
 
     def run(self) -> None:
         """Search: a first look at the plainest schedule gives a cut, which rules most other schedules out."""
@@ -86,12 +117,14 @@ class NetworkSearch:
         left = self.rank(bounds.groups(every, self.matters))
         # Candidates whose activations alone do not fit were not looked at. Under limits, memory is not what lacks.
         if not self.state.ranking.best and math.isinf(self.most_seconds):
-            self.state.least_memory = min(self.state.least_memory, self.pricing.least_memory())
+            self.state.least_memory = self.pricing.least_memory(self.state.least_memory, exact=self.leanest)
+        self.state.here = math.inf  # the front is not what is ranked
         if self.for_front:
             self.find_front(left)
 
     def below_cut(self, seconds_per_token: Array) -> Mask:
         """Which bounds still allow a place in the ranking (a tie may win it by its memory)."""
+        self.state.tick()
         within = seconds_per_token <= self.most_seconds
         return np.asarray((self.state.score(seconds_per_token, self.chips) <= self.state.ranking.cut) & within)
 
@@ -139,7 +172,13 @@ class NetworkSearch:
             end = begin + int(self.below_cut(batch.bound[begin : begin + size]).sum())
             self.expand(batch.take(slice(begin, end)))
             begin, size = end, min(_GROWTH * size, CHUNK)
+            self._raise_floor(batch.bound[begin:])
         self.waiting = batch.take(slice(begin, None))
+
+    def _raise_floor(self, waiting: Array) -> None:
+        """Know that no layout of this network undercuts what waits, and what is not looked at."""
+        least = min(self.rest, float(waiting.min(initial=math.inf)))
+        self.state.here = max(self.state.here, float(self.state.score(least, self.chips)))
 
     def _kinds(self, batch: CandidateBatch) -> Array:
         table = self.network.table
@@ -171,18 +210,22 @@ class NetworkSearch:
         """
         begin, size = 0, _GROUPS
         pool = CandidateBatch.none()
+        beyond = np.append(groups.bound, math.inf)
         while begin < len(groups) and self.below_cut(groups.bound[begin : begin + 1])[0]:
             # Those over the cut wait on: they may be on the front.
             end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
             pool = CandidateBatch.joined([pool, self._bounded(groups.take(slice(begin, end)))])
             if len(pool) > CHUNK:
-                self._price(pool)
+                self._price(pool, float(beyond[end]))
                 self.expand_waiting(_GO)
                 pool = CandidateBatch.none()
+            self.rest = min(float(beyond[end]), float(pool.bound.min(initial=math.inf)))
+            self._raise_floor(self.waiting.bound)
             begin, size = end, min(_GROWTH * size, CHUNK)
             self.share = begin / len(groups)
             self._tell()
-        self._price(pool)
+        self._price(pool, math.inf)
+        self.rest = math.inf
         self.expand_waiting(len(self.waiting))
         return groups.take(slice(begin, None))
 
@@ -190,11 +233,15 @@ class NetworkSearch:
         """How far the search is: the share of what may have to be looked at, best bound first."""
         state, seconds = self.state, time.monotonic() - self.started
         left = f", at most {format_time(seconds / self.share - seconds)} left" if self.share else ""
-        looked = f"{self.share:.0%} of {state.strategies:,} layouts{left}"
-        state.progress(f"searching {self.chips:,.0f} chips: {looked}{state.ranking.words()}")
+        looked = f"{self.share:.0%} of {state.strategies:,} layouts{left}{state.ranking.words()}"
+        known = f"best possible within {format_percent(state.gap)}, still proving; " if state.ranking.best else ""
+        state.progress(f"searching {self.chips:,.0f} chips: {known}{looked}")
 
-    def _price(self, batch: CandidateBatch) -> None:
-        """Let those that fit wait with their bounds, and expand some: best first, until none matters."""
+    def _price(self, batch: CandidateBatch, beyond: float = 0.0) -> None:
+        """Let those that fit wait with their bounds, and expand some: best first, until none matters.
+
+        Nothing but these and those that wait is bounded below `beyond`.
+        """
         batch, size = batch.by_bound(), _GO
         while len(batch := batch.where(self.matters(batch.bound))):
             fitting = self._fitting(batch.take(slice(0, size)))
@@ -202,6 +249,8 @@ class NetworkSearch:
             bounded = self.pricing.bounded(fitting)
             self.waiting = CandidateBatch.joined([self.waiting, bounded.where(self.matters(bounded.bound))])
             batch = batch.take(slice(size, None))
+            self.rest = min(beyond, float(batch.bound.min(initial=math.inf)))
+            self._raise_floor(self.waiting.bound)
             if len(batch):
                 self.expand_waiting(size)
                 self._tell()
@@ -270,6 +319,7 @@ class SearchSpace:
         front: whether to find the front of time against memory, too, which takes several times as long.
         tools: of which one at least has to take a plan; none for any plan.
         most_seconds, most_chip_seconds: per token, of what may enter the ranking; infinite for any.
+        leanest: whether to find the least memory of all layouts where nothing fits.
     """
 
     limits: Limits
@@ -281,6 +331,7 @@ class SearchSpace:
     tools: tuple[Tool, ...] = ()
     most_seconds: float = math.inf
     most_chip_seconds: float = math.inf
+    leanest: bool = True
 
     def seconds_on(self, chips: float) -> float:
         """Seconds per token that a plan on so many chips may take."""
@@ -302,8 +353,9 @@ class SearchResult:
         infeasible: layouts that did not fit in memory.
         least_memory: smallest memory of any layout that was looked at, bytes; of any there is where nothing fits.
         cpu_s: CPU seconds spent.
-        complete: whether nothing was left out because the user interrupted the search.
+        complete: whether nothing was left out because the search was interrupted, or its time was up.
         interrupted_on: chips of the network that was being searched then, 0 for none.
+        gap: share by which the score of the best may still be from the optimum; 0 where it is proved.
     """
 
     best: tuple[Found, ...]
@@ -316,6 +368,7 @@ class SearchResult:
     cpu_s: float
     complete: bool = True
     interrupted_on: int = 0
+    gap: float = 0.0
 
 
 def search(
@@ -326,10 +379,11 @@ def search(
     objective: str = "time",
     top: int = 10,
     progress: Callable[[str], None] = lambda _: None,
+    until: float = math.inf,
 ) -> SearchResult:
     """Find the best layouts on any of `fabrics`.
 
-    Interrupted (KeyboardInterrupt) after something was found, it gives the best so far.
+    Interrupted (KeyboardInterrupt), or out of time, after something was found, it gives the best so far.
 
     Args:
         problem: model, job, cluster, calibration.
@@ -339,20 +393,26 @@ def search(
         objective: a key of OBJECTIVES.
         top: how many kinds of layout to rank.
         progress: told a line now and then.
+        until: when it ends, on `time.monotonic`'s clock.
+
+    Raises:
+        OutOfTime: the time was up before anything was found.
     """
     started = time.process_time()
     keep_freed_memory()
     local = LocalTables(problem, space.choices, space.tools)
-    state = SearchState(objective, top, space.seconds_on, progress)
+    state = SearchState(objective, top, space.seconds_on, progress, until)
     ideal = ideal_chip_seconds_per_token(problem, space.choices)
     interrupted_on = 0
     limited = math.isfinite(space.seconds_on(1.0))
+    networks = [(fabric, math.prod(fabric.sizes)) for fabric in fabrics]
+    least = [float(state.score(ideal / chips, chips)) for _, chips in networks]
     try:
-        for fabric in fabrics:
-            chips = math.prod(fabric.sizes)
+        for i, (fabric, chips) in enumerate(networks):
+            state.here, state.elsewhere = least[i], min(least[i + 1 :], default=math.inf)
             if not state.ranking.best and math.isfinite(state.least_memory) and not limited:
                 break  # what does not fit on all chips does not fit on some of them: each would hold more
-            if state.score(ideal / chips, chips) < state.ranking.cut and ideal / chips <= space.seconds_on(chips):
+            if least[i] < state.ranking.cut and ideal / chips <= space.seconds_on(chips):
                 if space.front:
                     state.front_on = state.front_on or fabric
                 _search_fabric(state, local, space, fabric)
@@ -367,6 +427,7 @@ def search(
         cpu_s=time.process_time() - started,
         complete=not interrupted_on,
         interrupted_on=interrupted_on,
+        gap=state.gap if interrupted_on else 0.0,
     )
 
 
@@ -382,4 +443,4 @@ def _search_fabric(state: SearchState, local: LocalTables, space: SearchSpace, f
     )
     if len(table):
         capacity = local.problem.cluster.chip.hbm_usable * space.memory_share
-        NetworkSearch(state, SearchedNetwork(local, fabric, table, capacity)).run()
+        NetworkSearch(state, SearchedNetwork(local, fabric, table, capacity), leanest=space.leanest).run()
