@@ -1,14 +1,13 @@
 """meshwise: the best way to split a large language model over the chips of a cluster, and why.
 
 The verbs of the command line are functions here: `meshwise.plan_train(...)` is `meshwise plan train ...`. They are
-loaded when first used, so that importing the package is quick and loads nothing else. Type checkers read their
-signatures in `__init__.pyi`, which `python docs/generate.py` writes.
+loaded when first used, so that importing the package is quick and loads nothing else, not even `typing`. Type checkers
+read their signatures in `__init__.pyi`, which `python docs/generate.py` writes.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 __version__ = "0.1.0"
 
@@ -44,7 +43,7 @@ __all__ = ["__version__"]
 __all__ += _HOMES  # noqa: PLE0605  (the names of the table)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Load a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwise' has no attribute {name!r}")

@@ -26,14 +26,16 @@ DATA = Path(__file__).parents[1] / "data"
 #: Groups of working commands, and how many of each hundred inputs start from one.
 _COMMANDS = {"training": 30, "serving": 25, "simulations": 15, "small": 25, "refusals": 5}
 
+_TYPED = """\
+0 -1 1 2 3 7 0.5 nan inf -inf 1e308 1e400 1e-300 1e-9 1Ki 4Mi 1T 1Ti 50% 100% 101% 1ms 1ns 1e-9s 0x10 1_000 é ½ ² ٣
+= , ,, : a=b a=1,a=2 [ h100:8 h100:0 v5e:4x4 v5p:1x1x1 v5e: :8 h100:8@nowhere h100:8,h100:8 llama-3-8b ../x /dev/null .
+tensor=8 fsdp=-1 bf16 fp8 int4 none {} -- - %s {0} p99: p200:1s"""
+
 #: Text where a value is expected.
 _WORDS = (
-    "", " ", "0", "-1", "1", "2", "3", "7", "0.5", "nan", "inf", "-inf", "1e308", "1e400", "1e-300", "1e-9", str(2**63),
-    "9" * 400, "9" * 5000, "1Ki", "4Mi", "1T", "1Ti", "50%", "100%", "101%", "1ms", "1ns", "1e-9s", "0x10", "1_000", "\0",
-    "é", "½", "²", "٣", "\u202e", "a" * 3000, "=", ",", ",,", ":", "a=b", "a=1,a=2", "[", "(" * 500, "h100:8", "h100:0",
-    "v5e:4x4", "v5p:1x1x1", "v5e:", ":8", "h100:8@nowhere", "h100:8,h100:8", "llama-3-8b", "../x", "/dev/null", ".",
-    "tensor=8", "fsdp=-1", "bf16", "fp8", "int4", "none", "{}", "--", "-", "%s", "{0}", "\n", "p99:", "p200:1s",
-)  # fmt: skip
+    *_TYPED.split(),
+    *("", " ", "\n", "\0", "\u202e", str(2**63), "9" * 400, "9" * 5000, "a" * 3000, "(" * 500),
+)
 
 #: Values where JSON has one.
 _VALUES: tuple[Any, ...] = (
@@ -128,7 +130,8 @@ def torn_json(rng: random.Random, text: str) -> str:
 def _torn_file(rng: random.Random, text: str) -> str:
     """A file that is cut, nested too deep, doubled, or of another kind."""
     cut = rng.randrange(len(text) + 1)
-    return rng.choice((text[:cut], "[" * 5000, '{"a":' * 5000, text + text, "", "\ufeff" + text, text[:cut] + "\0", "\n"))
+    deep = "[" * 5000, '{"a":' * 5000
+    return rng.choice((text[:cut], *deep, text + text, "", "\ufeff" + text, text[:cut] + "\0", "\n"))
 
 
 def torn_lines(rng: random.Random, text: str) -> str:
@@ -212,31 +215,38 @@ def _configs() -> tuple[str, ...]:
     return tuple(json.dumps(dict(load_model(name).config)) for name in model_names())
 
 
-_TRAIN = "--batch-tokens 1Mi --seq-len 4096 --on v5p:4x4x4"
+_READ_MODELS = (
+    "model config.json",
+    "model config.json --seq-len 1Mi --explain",
+    "fit config.json --on h100:8",
+    "estimate train config.json --batch-tokens 1Mi --seq-len 4096 --on v5p:4x4x4",
+)
 
 
 def configs(rng: random.Random) -> Input:
     """A published configuration, changed, in what reads one."""
-    verb = rng.choice(("model {}", "model {} --seq-len 1Mi --explain", "fit {} --on h100:8", f"estimate train {{}} {_TRAIN}"))
-    return Input("configs", tuple(verb.format("config.json").split()), {"config.json": torn_json(rng, rng.choice(_configs()))})
+    words = rng.choice(_READ_MODELS).split()
+    return Input("configs", tuple(words), {"config.json": torn_json(rng, rng.choice(_configs()))})
 
 
-_NOTATION = (
-    ("shard", "A[I, J_X] * B[J, K] -> C[I, K]", "--mesh", "X=4", "--set", "I=1Ki,J=8Ki,K=8Ki", "--on", "v5e:4x4"),
-    ("shard", "bf16[B_X, D] * int8[D, F_Y] -> bf16[B_X, F_Y]", "--mesh", "X=2,Y=2", "--set", "B=8,D=64,F=64"),
-    ("shard", "A[I_XY, J] -> A[I, J_X]", "--mesh", "X=4,Y=2", "--set", "I=1Ki,J=8Ki"),
-    ("collective", "all-gather", "bf16[1024, 4096_X]", "--mesh", "X=16", "--on", "v5e:16x16"),
-    ("collective", "all-reduce", "fp32[8Mi]", "--over", "X", "--mesh", "X=8,Y=8", "--on", "h100:64", "--wires", "X=8"),
-    ("roofline", "bf16[B, D] * int8[D, F] -> bf16[B, F]", "--on", "v5e", "--set", "B=128,D=8Ki,F=32Ki"),
-    ("roofline", "bf16[B, D] * bf16[D, F] -> bf16[B, F]", "--on", "h100", "--set", "D=8Ki,F=8Ki", "--vary", "B=1..4Ki"),
-    ("model", "D=4096 F=14336 L=32 N=32 K=8 H=128 V=128256"),
-    ("estimate", "train", "D=64 F=128 L=2 N=2 K=2 V=256", "--on", "h100:2", "--batch-tokens", "1Ki", "--seq-len", "128"),
-    ("clusters", "v5p:4x4x8"),
-    ("clusters", "2xv5e:16x16"),
-    ("clusters", "h100:64@dgx-h100"),
-    ("fit", "llama-3-8b", "--on", "h100:1", "--context", "8Ki"),
-    ("simulate", "serve", "engine.json", "--rate", "4", "--requests", "50", "--prompt", "100..2000", "--output", "lognormal:200,0.5"),
-)  # fmt: skip
+_NOTATION = tuple(
+    tuple(shlex.split(line))
+    for line in """\
+shard "A[I, J_X] * B[J, K] -> C[I, K]" --mesh X=4 --set I=1Ki,J=8Ki,K=8Ki --on v5e:4x4
+shard "bf16[B_X, D] * int8[D, F_Y] -> bf16[B_X, F_Y]" --mesh X=2,Y=2 --set B=8,D=64,F=64
+shard "A[I_XY, J] -> A[I, J_X]" --mesh X=4,Y=2 --set I=1Ki,J=8Ki
+collective all-gather "bf16[1024, 4096_X]" --mesh X=16 --on v5e:16x16
+collective all-reduce "fp32[8Mi]" --over X --mesh X=8,Y=8 --on h100:64 --wires X=8
+roofline "bf16[B, D] * int8[D, F] -> bf16[B, F]" --on v5e --set B=128,D=8Ki,F=32Ki
+roofline "bf16[B, D] * bf16[D, F] -> bf16[B, F]" --on h100 --set D=8Ki,F=8Ki --vary B=1..4Ki
+model "D=4096 F=14336 L=32 N=32 K=8 H=128 V=128256"
+estimate train "D=64 F=128 L=2 N=2 K=2 V=256" --on h100:2 --batch-tokens 1Ki --seq-len 128
+clusters v5p:4x4x8
+clusters 2xv5e:16x16
+clusters h100:64@dgx-h100
+fit llama-3-8b --on h100:1 --context 8Ki
+simulate serve engine.json --rate 4 --requests 50 --prompt 100..2000 --output lognormal:200,0.5""".splitlines()
+)
 
 
 def notation(rng: random.Random) -> Input:
@@ -281,7 +291,8 @@ def traces(rng: random.Random) -> Input:
     for _ in range(rng.randrange(3)):
         name, values = rng.choice(_options(("simulate", "serve")))
         words += [name] if values is None else [name, rng.choice(values or _WORDS)]
-    return Input("traces", tuple(words), {"trace.csv": torn_lines(rng, text), "engine.json": _text("serving/engine.json")})
+    read = {"trace.csv": torn_lines(rng, text), "engine.json": _text("serving/engine.json")}
+    return Input("traces", tuple(words), read)
 
 
 #: The fuzzers.

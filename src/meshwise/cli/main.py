@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 import click
 
 from meshwise import __version__
+from meshwise.cli.streams import discard, tell
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 
 
@@ -195,21 +196,16 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code = app.main(args=words, prog_name="meshwise", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has gone: not an error
-        _discard_output()
+    except (BrokenPipeError, SystemExit):  # the reader (head, less) has gone, which click makes an exit: not an error
+        discard(sys.stdout)
         return 0
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the boundary: what no error of ours explains is a bug)
         failure = _failure(error)
         if failure.kind == "OutputError":
-            _discard_output()
+            discard(sys.stdout)
         _say(failure, as_json="--json" in words)
         return failure.exit_code
     return code if isinstance(code, int) else 0
-
-
-def _discard_output() -> None:
-    """Let what is still buffered go nowhere: the interpreter flushes it once more at its end, and would fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +236,12 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure("UsageError", f"{error.format_message()}\nSee '{where} --help'.", 2)
         case click.ClickException():
             return _Failure(type(error).__name__, error.format_message(), 2)
-        case KeyboardInterrupt() | click.Abort():
+        case _ if _interrupted(error):
             return _Failure("Interrupted", "interrupted", INTERRUPTED)
         case OSError(errno=errno.ENOSPC):
             return _Failure("OutputError", "the answer cannot be written: no space left on the device", 2)
+        case OSError(errno=errno.EDQUOT | errno.EFBIG | errno.EIO, strerror=str(why), filename=None):
+            return _Failure("OutputError", f"the answer cannot be written: {why.lower()}", 2)
         case _:
             if os.environ.get("MESHWISE_DEBUG") == "1":
                 traceback.print_exception(error)
@@ -251,9 +249,14 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure("Bug", f"this is a bug in meshwise: {cause} (MESHWISE_DEBUG=1 shows where)", 1)
 
 
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is what was raised, or what another error was made of (libraries that are being loaded do so)."""
+    while error is not None and not isinstance(error, KeyboardInterrupt | click.Abort):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _say(failure: _Failure, *, as_json: bool) -> None:
     """Print a failure on stderr."""
-    if as_json:
-        click.echo(json.dumps({"schema_version": "1", "error": asdict(failure)}), err=True)
-    else:
-        click.echo(f"error: {failure.message}", err=True)
+    said = json.dumps({"schema_version": "1", "error": asdict(failure)}) if as_json else f"error: {failure.message}"
+    tell(f"{said}\n")

@@ -16,6 +16,7 @@ from typing import Any, Self, TextIO
 import click
 from rich.console import Console
 
+from meshwise.cli.streams import discard, tell
 from meshwise.report import Report
 
 #: Columns when nobody looks at a terminal.
@@ -53,12 +54,15 @@ class Output:
 
     def say(self, line: str) -> None:
         """Tell something at once, on stderr, whatever the form of the answer."""
-        click.echo(line, err=True)
+        tell(f"{line}\n")
 
     def write(self, text: str) -> None:
-        """Print text on stdout as it is."""
+        """Print text on stdout as it is; a reader that has gone (head, less) stops nothing else: files are written."""
         self.progress.wipe()
-        click.echo(text, nl=False)
+        try:
+            click.echo(text, nl=False)
+        except BrokenPipeError:
+            discard(sys.stdout)
 
     def show(self, report: Report) -> None:
         """Print a report on stdout."""
@@ -86,8 +90,7 @@ class Progress:
     def wipe(self) -> None:
         """Clear the line on a terminal."""
         if self.shown and self.stream is not None and self.stream.isatty():
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+            tell("\r\x1b[K", self.stream)
         self.shown = False
 
     def __call__(self, line: str) -> None:
@@ -100,8 +103,7 @@ class Progress:
         if now - self.begun < PATIENCE or now - self.last < pace:
             return
         self.last, self.shown, self.line = now, True, line
-        self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")
-        self.stream.flush()
+        tell(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n", self.stream)
 
 
 def to_text(renderable: Any) -> str:

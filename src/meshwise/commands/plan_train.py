@@ -34,6 +34,7 @@ from meshwise.report.plan import plan_report, plan_svg
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
 from meshwise.search import (
     MAX_MEMORY,
+    NOT_SEARCHED,
     Constraints,
     PlanResult,
     Scaling,
@@ -161,6 +162,8 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent) -> PlanRes
 def compare_clusters(request: PlanTrainRequest, *, progress: Tell = silent) -> dict[str, PlanResult | str]:
     """Plan on each of the clusters that `--on a,b,c` names; where there is no plan, its reason.
 
+    Interrupted (KeyboardInterrupt) after something was found, it gives that; other clusters are NOT_SEARCHED.
+
     Raises:
         MeshwiseError: a cluster that cannot be found, or given twice.
         InfeasibleError: no cluster has a plan.
@@ -173,9 +176,17 @@ def compare_clusters(request: PlanTrainRequest, *, progress: Tell = silent) -> d
     found: dict[str, PlanResult | str] = {}
     for name, one in one_each.items():
         try:
-            found[name] = plan_train.answer(one, progress=lambda line, name=name: progress(f"{name}: {line}"))
+            found[name] = planned = plan_train.answer(one, progress=lambda line, name=name: progress(f"{name}: {line}"))
         except (InfeasibleError, LayoutError) as error:
             found[name] = str(error)
+        except KeyboardInterrupt:
+            if all(isinstance(p, str) for p in found.values()):
+                raise
+            break
+        else:
+            if planned.search.interrupted_on:
+                break
+    found |= {name: NOT_SEARCHED for name in one_each if name not in found}
     if all(isinstance(p, str) for p in found.values()):
         raise InfeasibleError("\n".join(f"{name}: {reason}" for name, reason in found.items()))
     return found
@@ -263,8 +274,8 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
       meshwise plan train gemma-3-27b --on v6e:16x16 \\
         --batch-tokens 2Mi --seq-len 8192
 
-    Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search shows the best plan so far, with exit
-    code 0; 130 when there is none yet.
+    Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search shows the best so far, with exit code
+    0, and what was not searched; 130 when there is none yet.
     """  # noqa: D301  (click's mark for lines that stay as they are)
     several = len(request.clusters) > 1
     further.check(several=several)

@@ -22,7 +22,9 @@ from meshwise.report.serve import (
     serving_words,
     subject,
 )
+from meshwise.report.several_plans import incomplete_words
 from meshwise.report.table import Columns, or_dash, picked, said, tabulate
+from meshwise.search.plan import NOT_SEARCHED
 from meshwise.search.serving import ServingPlanResult
 from meshwise.search.serving.studies import Alternative, ServingAlternatives
 
@@ -40,10 +42,12 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
     planned = _planned(found)
     without = {str(name): reason for name, reason in found.found.items() if isinstance(reason, str)}
     searches = [p.search for p in planned.values()]
+    stopped = incomplete_words([], [name for name, reason in without.items() if reason == NOT_SEARCHED])
     return Report(
         command="plan serve",
         inputs=inputs,
-        answer=f"Best: {which}: {serving_words(best.estimate)}{simulated_words(planned[which], best.estimate)}",
+        answer=f"Best{' so far' if stopped else ''}: {which}: {serving_words(best.estimate)}"
+        f"{simulated_words(planned[which], best.estimate)}",
         data={
             "plans": [{**picked(name, _WHICH), **plan_data(planned[name], p.estimate)} for name, p in found.ranked],
             "ranked_by": found.by,
@@ -55,6 +59,7 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
                 }
                 for name, p in found.found.items()
             ],
+            "complete": not stopped,
             "formats": [
                 {"precision": name, "plan": None if e is None else serving_data(e)} for name, e in found.formats.items()
             ],
@@ -62,6 +67,7 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
             "search": {name: sum(getattr(s, name) for s in searches) for name in ("configurations", "pairs", "cpu_s")},
         },
         body=said(
+            stopped,
             Text(subject(best.problem, best.setup)),
             _ranking(found),
             _each(found),

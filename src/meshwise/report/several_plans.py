@@ -18,7 +18,7 @@ from meshwise.report.chart import terminal_chart, write_svg
 from meshwise.report.plan import cost_words, run_words
 from meshwise.report.report import Report, reasons
 from meshwise.report.table import Columns, counted, said, tabulate
-from meshwise.search import Plan, PlanResult, Scaling
+from meshwise.search import NOT_SEARCHED, Plan, PlanResult, Scaling
 from meshwise.sharding.layout import layout_words
 
 
@@ -47,7 +47,11 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
         ">cost" if run else ">1B tokens": ("plan", _cost_words),
     }
     rows = ({"sign": signs.get(name, ""), "name": name, "plan": plan} for name, plan in plans.items())
-    body: tuple[RenderableType, ...] = said(tabulate(columns, rows), reasons("Without a plan", without))
+    stopped = incomplete_words(
+        [name for name, p in found.items() if isinstance(p, PlanResult) and p.search.interrupted_on],
+        [name for name, reason in without.items() if reason == NOT_SEARCHED],
+    )
+    body: tuple[RenderableType, ...] = said(stopped, tabulate(columns, rows), reasons("Without a plan", without))
     if len(plans) > 1:
         points, (x_title, y_title) = _cost_against_time(plans)
         up, right = format_money if _priced(plans) else format_count, format_duration if run else format_time
@@ -56,7 +60,7 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
     return Report(
         command="plan train",
         inputs=inputs,
-        answer=f"Fastest: {fastest}, {_cost_words(plans[fastest])}; "
+        answer=f"Fastest{' so far' if stopped else ''}: {fastest}, {_cost_words(plans[fastest])}; "
         f"cheapest: {cheapest}, {_cost_words(plans[cheapest])}",
         data={
             "clusters": [
@@ -66,12 +70,20 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
                     "reason": p if isinstance(p, str) else None,
                 }
                 for name, p in found.items()
-            ]
+            ],
+            "complete": all(p != NOT_SEARCHED if isinstance(p, str) else p.search.complete for p in found.values()),
         },
         body=body,
         assumed=tuple(p.problem.cluster.describe() for p in plans.values()),
         next_steps=("all about one of them: the same command with it alone",),
     )
+
+
+def incomplete_words(partly: Sequence[str], never: Sequence[str]) -> RenderableType | None:
+    """What an interrupted comparison did not look at: those searched in part, and those not searched."""
+    told = [f"{name} was searched in part, and may have a better plan" for name in partly]
+    told += [f"{'; '.join(never)} {'was' if len(never) == 1 else 'were'} not searched"] if never else []
+    return Text(f"Interrupted: {'; '.join(told)}.", style="bold") if told else None
 
 
 def _priced(plans: Mapping[str, Plan]) -> bool:

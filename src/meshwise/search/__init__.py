@@ -5,7 +5,7 @@ Not here: what one layout costs (`costs`), and how an answer looks (`report`).
 
 from meshwise.search.baselines import Baseline, baselines
 from meshwise.search.constraints import Constraints, most_seconds_per_token, parse_fixed, parse_forbidden
-from meshwise.search.plan import Plan
+from meshwise.search.plan import NOT_SEARCHED, Plan
 from meshwise.search.planner import MAX_MEMORY, PlanResult, estimate_layout, plan_training, training_limits
 from meshwise.search.ranking import FRONT_SPAN, Found
 from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
@@ -14,6 +14,7 @@ from meshwise.search.studies import Point, Scaling, Sensitivity, scale_training,
 __all__ = [
     "FRONT_SPAN",
     "MAX_MEMORY",
+    "NOT_SEARCHED",
     "OBJECTIVES",
     "Baseline",
     "Constraints",

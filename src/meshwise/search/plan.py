@@ -42,6 +42,9 @@ _WRITERS = {
     "serving": "'meshwise plan serve ... --save' or 'estimate serve ... --save'",
 }
 
+#: Why there is no plan where several are compared and Ctrl-C came before the search, or before it found one.
+NOT_SEARCHED = "not searched: interrupted"
+
 Kind = Literal["training", "serving"]
 
 _PROBLEM = ("cluster", "cluster_document", "price_usd_per_chip_hour", "calibration")

@@ -129,7 +129,8 @@ def plan_training(
         raise KeyboardInterrupt
     if not result.best:
         raise too_much(wanted, outcome) if outcome.over else nothing_found(problem, result, constraints, share)
-    simple = _simplest(wanted, result.best[0]) if constraints.within and objective in OBJECTIVES else None
+    told_apart = constraints.within and objective in OBJECTIVES and not result.interrupted_on
+    simple = _simplest(wanted, result.best[0]) if told_apart else None
     ranked = [*([simple] if simple else []), *(f for f in result.best if simple is None or f.layout != simple.layout)]
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in ranked[:top])
     others = baselines(plans[0], plans, whole, memory_share=share)

@@ -22,7 +22,7 @@ from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.jobs.traffic import Load
-from meshwise.search.plan import ServingPlan, SimulatedPlan
+from meshwise.search.plan import NOT_SEARCHED, ServingPlan, SimulatedPlan
 from meshwise.search.serving.constraints import TIE, ServingConstraints, in_order, ties
 from meshwise.search.serving.planner import ServingPlanResult, plan_serving, priced_tables
 from meshwise.search.serving.simplest import complexity
@@ -359,7 +359,7 @@ class ServingAlternatives(Answer):
 def plan_alternatives(
     problems: Mapping[Alternative, ServingProblem], search: Callable[[ServingProblem], ServingPlanResult], top: int
 ) -> ServingAlternatives:
-    """Plan each of them, and rank what was found.
+    """Plan each of them, and rank what was found; interrupted after one has a plan, the others are NOT_SEARCHED.
 
     Ranked are dollars for output tokens where all have a price, else output tokens per second and chip; with another
     objective, or a rate, what these ask for.
@@ -378,6 +378,11 @@ def plan_alternatives(
             found[which] = search(problem)
         except MeshwiseError as error:
             found[which] = str(error)
+        except KeyboardInterrupt:
+            if all(isinstance(p, str) for p in found.values()):
+                raise
+            break
+    found |= {which: NOT_SEARCHED for which in problems if which not in found}
     planned = {which: p for which, p in found.items() if isinstance(p, ServingPlanResult)}
     if not planned:
         raise InfeasibleError("\n".join(f"{which}: {reason}" for which, reason in found.items()))

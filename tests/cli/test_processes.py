@@ -1,0 +1,149 @@
+"""Processes of the command line where their surroundings fail: streams, signals, homes, caches, networks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_main import JAX, WORKING
+
+#: Says when it is about to run, which the start of an interpreter would otherwise blur.
+READY = "import os, sys; from meshwise.__main__ import main; os.write(2, b'!'); sys.exit(main())"
+
+COMPARED = "plan train llama-3-8b --on h100:8,h100:16,h100:32 --batch-tokens 1Mi --seq-len 4096"
+
+#: Verbs whose processes are tried; those that start JAX take too long, and compile in processes of their own.
+VERBS = [name for name in WORKING if name not in JAX]
+
+#: Each answers a socket with an error, as names and addresses: Python's own, and what any library asks for through it.
+NO_NETWORK = """
+import socket, sys
+def refuse(*_args, **_more):
+    raise AssertionError("the network was asked for")
+socket.socket = socket.create_connection = socket.getaddrinfo = socket.gethostbyname = refuse
+from meshwise.__main__ import main
+sys.exit(main())
+"""
+
+
+def words(name):
+    return [*name.split(), *WORKING[name]]
+
+
+def call(*arguments, code=None, to="", **more):
+    command = [sys.executable, *(["-c", code] if code else ["-m", "meshwise"]), *arguments]
+    if to:
+        command = ["bash", "-c", f'set -o pipefail; "$@" {to}', "bash", *command]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **more)  # noqa: S603
+
+
+@pytest.mark.parametrize("to", ["| head -1", "| head -c 1 >&2", "2>/dev/full", ">/dev/null 2>&-"])
+def test_streams_that_fail_change_no_exit_code(to):
+    done = call("chips", "h100-sxm", to=to)
+    assert (done.returncode, done.stderr[1:]) == (0, "")
+    assert call("chips", "nothing", to=to).returncode == 2
+
+
+def test_a_closed_pipe_loses_no_file(tmp_path):
+    saved = tmp_path / "plan.json"
+    asked = [*words("estimate train"), "--save", str(saved), "--details"]
+    done = call(*asked, to="| head -0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert saved.exists()
+
+
+def test_a_full_device_is_said():
+    done = call("chips", to=">/dev/full")
+    assert (done.returncode, done.stderr) == (2, "error: the answer cannot be written: no space left on device\n")
+
+
+def interrupted(seconds, *arguments):
+    """Ctrl-C so long after the start; the exit code, both streams, and seconds until the end."""
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-c", READY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    assert process.stderr.read(1) == b"!"
+    time.sleep(seconds)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode(), time.monotonic() - begun
+
+
+def test_an_interrupt_while_it_loads_is_said_in_words():
+    for seconds in (0.0, 0.02, 0.06, 0.15):
+        code, out, err, _ = interrupted(seconds, *words("plan train"))
+        assert (code, out, err.strip()) == (130, "", "error: interrupted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERBS)
+def test_signals_at_thirty_points(name):
+    """Slow: 30 processes of each verb. An interrupt gives 130 or an answer, never a traceback or a torn stream."""
+    begun = time.monotonic()
+    whole = call(*words(name))
+    span = time.monotonic() - begun
+    for point in range(30):
+        code, out, err, _ = interrupted(span * point / 30, *words(name))
+        assert code in (0, 130), err
+        assert "Traceback" not in err
+        assert "bug" not in err
+        assert (out == "") == (code == 130) or out == whole.stdout or "nterrupted" in out
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_ends_soon_and_says_what_is_missing():
+    """Slow: whole searches. After Ctrl-C nothing more is searched."""
+    for seconds in (1, 2, 4, 6):
+        code, out, _, took = interrupted(seconds, *COMPARED.split())
+        assert took < 3  # of a busy machine; a quiet one takes 0.4
+        assert code in (0, 130)
+        if code == 0 and "Fastest so far" in out:
+            assert "searched in part" in out or "not searched" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERBS)
+def test_surroundings(name, tmp_path):
+    """Slow: five processes of each verb. Homes that are missing or cannot be written, other languages, no network."""
+    expected = call(*words(name)).returncode
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    plain = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    for more in ({"HOME": str(locked)}, {"HOME": "/nowhere/at/all"}, {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}):
+        done = call(*words(name), env=plain | more)
+        assert (done.returncode, "Traceback" in done.stderr) == (expected, False), done.stderr
+    done = call(*words(name), code=NO_NETWORK)
+    assert (done.returncode, "network" in done.stderr) == (expected, False), done.stderr
+    for to in (">/dev/full", "2>/dev/full"):
+        done = call(*words(name), to=to)
+        assert done.returncode == (2 if to[0] == ">" else expected)
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", JAX)
+def test_nothing_is_fetched_by_what_starts_jax(name, tmp_path):
+    done = call(*words(name), code=NO_NETWORK, env=os.environ | {"MESHWISE_CACHE": str(tmp_path)})
+    assert (done.returncode, "network was asked" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.jax
+def test_two_at_once_on_one_cache(tmp_path):
+    """Both compile the same program, and keep it under the same name."""
+    command = [sys.executable, "-m", "meshwise", *words("verify"), "--json"]
+    both = [
+        subprocess.Popen(  # noqa: S603
+            command, env=os.environ | {"MESHWISE_CACHE": str(tmp_path)}, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    out = [process.communicate(timeout=600)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(out[0]) == len(out[1]) > 100
+    assert not [path for path in Path(tmp_path).rglob("*") if path.suffix == ".tmp"]
