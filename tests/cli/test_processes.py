@@ -58,7 +58,7 @@ def test_a_closed_pipe_loses_no_file(tmp_path):
 
 def test_a_full_device_is_said():
     done = call("chips", to=">/dev/full")
-    assert (done.returncode, done.stderr) == (2, "error: the answer cannot be written: no space left on device\n")
+    assert (done.returncode, done.stderr) == (2, "error: the answer cannot be written: no space left on the device\n")
 
 
 def interrupted(seconds, *arguments):

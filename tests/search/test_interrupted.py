@@ -4,11 +4,15 @@ import importlib
 
 import pytest
 
+from meshwise.cli.output import to_text
+from meshwise.commands.plan_train import PlanTrainRequest, compare_clusters
+from meshwise.commands.requests import validated
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.search import plan_training
+from meshwise.report.several_plans import comparison_report
+from meshwise.search import NOT_SEARCHED, plan_training
 from tests.costs.small_problems import tiny
 
 search_module = importlib.import_module("meshwise.search.search")  # the package has a function of that name
@@ -72,3 +76,22 @@ def test_the_fewest_chips_so_far_are_the_answer():
     found = plan_training(p, **wished, progress=interrupting(2))
     assert not found.search.complete
     assert found.plans[0].estimate.num_chips > whole.plans[0].estimate.num_chips
+
+
+def test_an_interrupted_comparison_says_what_was_not_searched():
+    request = validated(
+        PlanTrainRequest,
+        {"model": "llama-3-8b", "on": "h100:8,h100:16,h100:32", "batch_tokens": "64Ki", "seq_len": 2048},
+    )
+
+    def progress(line):
+        if line.startswith("h100:16"):
+            raise KeyboardInterrupt
+
+    found = compare_clusters(request, progress=progress)
+    assert not isinstance(found["h100:8"], str)
+    assert found["h100:32"] == NOT_SEARCHED
+    report = comparison_report(found, {})
+    assert report.answer.startswith("Fastest so far: ")
+    assert report.data["complete"] is False
+    assert "h100:32 was not searched" in " ".join(to_text(report.renderable()).split())
