@@ -318,6 +318,7 @@ def simulate_serve(
     prefix_cache: bool = False,
     speculate: str | None = None,
     prefill_costs: str | os.PathLike[str] | None = None,
+    jobs: int = 1,
     spans: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> ServedLoad: ...

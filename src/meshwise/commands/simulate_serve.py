@@ -13,7 +13,8 @@ from pydantic import AliasChoices, Field
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.estimate_serve import Lengths
 from meshwise.commands.plan_files import kind_of_plan, read_plan, read_text, write_file
-from meshwise.commands.requests import File, Flag, Request, flag
+from meshwise.commands.requests import File, Flag, Request, flag, refuse
+from meshwise.commands.workers import Lost, Processes
 from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
@@ -33,8 +34,12 @@ from meshwise.simulation.serving import (
     Speculation,
     Targets,
     find_capacity,
+    joined,
+    part_tasks,
+    simulate_part,
     simulate_serving,
 )
+from meshwise.simulation.serving.simulate import Part
 
 Seconds = Annotated[float, Quantity("seconds", parse_duration, format_time, "200ms")]
 Count = Annotated[int, Quantity("", parse_count, format_count, "10k")]
@@ -108,6 +113,9 @@ class SimulateServeRequest(Request):
     """Replicas that only prefill; the others only decode."""
     prefill_costs: File | None = None
     """Step costs of the prefill replicas, if they differ."""
+    jobs: int = Field(default=1, ge=1, le=4096, exclude=True)
+    """Processes that share the replicas, with the same answer; for round-robin routing without prefill replicas or
+    autoscaling, where replicas do not depend on one another."""
     autoscale: str | None = None
     """Autoscaling with the load: REQUESTS:LEAST-MOST[:INTERVAL:STARTUP], such as 50:1-8:10s:60s."""
 
@@ -312,6 +320,9 @@ def simulate_serve(
     load, targets, capacity = request.load(), Targets(request.max_ttft, request.max_tpot, request.share), None
     if isinstance(served, ServingPlan):
         check_requests(load, served)
+    if request.jobs > 1:
+        result = _in_parts(system, load, request, spans)
+        return ServedLoad(load, targets, result, None)
     if request.capacity:
         capacity = find_capacity(system, load, targets, seed=request.seed, progress=progress)
         load = load.at_rate(capacity.rate)
@@ -319,6 +330,27 @@ def simulate_serve(
             return ServedLoad(load, targets, capacity.result, capacity)
     result = simulate_serving(system, load, seed=request.seed, spans=spans, progress=progress)
     return ServedLoad(load, targets, result, capacity)
+
+
+def _in_parts(system: ServingSystem, load: Load, request: SimulateServeRequest, spans: int) -> ServingResult:
+    """Serve a load by replicas that are simulated in several processes."""
+    refuse(
+        (
+            not system.independent,
+            "--jobs: replicas depend on one another unless --routing is round-robin, without prefill or autoscaling",
+        ),
+        (request.capacity, "--jobs: a capacity is found by simulations one after the other; leave one of them out"),
+        (spans, "--jobs: the steps of a timeline are in one order; leave out --trace or --jobs"),
+    )
+    parts: list[Part] = []
+    tasks = part_tasks(system, load, request.seed, request.jobs)
+    for _, part in Processes(request.jobs).run(simulate_part, tasks):
+        if isinstance(part, Lost):
+            raise MeshwiseError(f"--jobs {request.jobs}: a part of the replicas was lost: {part.reason}")
+        parts.append(part)
+    if not any(part.rows for part in parts):
+        return simulate_serving(system, load, seed=request.seed)  # which says what does not fit
+    return joined(system, parts)
 
 
 class _Files(Request):

@@ -2,7 +2,15 @@
 
 from meshwise.simulation.serving.recording import Activity, Sample
 from meshwise.simulation.serving.results import LatencyTarget, LatencyTargets, Quantiles, ServingResult, Targets
-from meshwise.simulation.serving.simulate import Capacity, find_capacity, keeps_targets, simulate_serving
+from meshwise.simulation.serving.simulate import (
+    Capacity,
+    find_capacity,
+    joined,
+    keeps_targets,
+    part_tasks,
+    simulate_part,
+    simulate_serving,
+)
 from meshwise.simulation.serving.system import (
     POLICIES,
     Autoscaling,
@@ -28,6 +36,9 @@ __all__ = [
     "Speculation",
     "Targets",
     "find_capacity",
+    "joined",
     "keeps_targets",
+    "part_tasks",
+    "simulate_part",
     "simulate_serving",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from meshwise.jobs.traffic import Demand, Load
 from meshwise.simulation.serving.cache import Request
@@ -72,6 +72,7 @@ class Fleet:
         system: what serves.
         recorder: is told what happens.
         seed: of what replicas draw.
+        only: numbers of the replicas that serve here, of an `independent` system; None: all.
 
     Attributes:
         replicas: those that decode, all there ever were.
@@ -81,8 +82,10 @@ class Fleet:
         transferred: tokens whose cache was sent.
     """
 
-    def __init__(self, system: ServingSystem, recorder: Recorder, seed: int = 0) -> None:
-        self.system, self.recorder, self.seed = system, recorder, seed
+    def __init__(
+        self, system: ServingSystem, recorder: Recorder, seed: int = 0, only: Collection[int] | None = None
+    ) -> None:
+        self.system, self.recorder, self.seed, self._only = system, recorder, seed, only
         self._router, self._prefill_router = Router(system.routing), Router(system.routing)
         self._made = 0
         self.replicas = [self._ordered(0.0, 0.0) for _ in range(system.replicas)]
@@ -114,6 +117,8 @@ class Fleet:
                 replica = self._prefill_router.choose(prefill, time, demand)
             else:
                 replica = self._router.choose(self._active, time, demand)
+            if self._only is not None and replica.number not in self._only:
+                continue
             replica.run_until(time)
             replica.enqueue(Request(index, *demand), time)
         self._deliver(math.inf)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from meshwise.simulation.serving.cache import Request
 
@@ -156,3 +158,9 @@ class Recorder:
         if not self._left:
             self._left = _PROGRESS_EVERY
             self._on_progress(len(self.rows) // len(COLUMNS))
+
+    def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+        """Name of `COLUMNS` -> a value for each request that is done, in order of arrival."""
+        rows = np.frombuffer(self.rows, dtype=np.float64).reshape(-1, len(COLUMNS))
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        return {name: rows[:, k] for k, name in enumerate(COLUMNS)}

@@ -16,7 +16,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.engine import EngineCosts
 from meshwise.simulation.serving.cache import Request
 from meshwise.simulation.serving.fleet import Fleet
-from meshwise.simulation.serving.recording import COLUMNS, Activity, Span
+from meshwise.simulation.serving.recording import Activity, Span
 from meshwise.simulation.serving.system import ServingSystem
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -158,14 +158,12 @@ class ServingResult:
     @classmethod
     def of(cls, fleet: Fleet, cpu_s: float) -> ServingResult:
         """Collect what a fleet did."""
-        rows = np.frombuffer(fleet.recorder.rows, dtype=np.float64).reshape(-1, len(COLUMNS))
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
         replicas = [*fleet.replicas, *fleet.prefill]
         for replica in replicas:
             replica.activity.seconds = replica.lifetime(fleet.end)
         return cls(
             system=fleet.system,
-            columns={name: rows[:, k] for k, name in enumerate(COLUMNS)},
+            columns=fleet.recorder.columns(),
             refused=fleet.refused,
             end=fleet.end,
             replicas=tuple(replica.activity for replica in replicas),

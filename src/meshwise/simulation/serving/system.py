@@ -219,6 +219,11 @@ class ServingSystem:
             raise MeshwiseError("prefill replicas decode nothing: leave their speculation out")
 
     @property
+    def independent(self) -> bool:
+        """Whether what a replica does depends on its own requests alone, and which those are on nobody's state."""
+        return self.routing == "round-robin" and self.prefill is None and self.autoscaling is None
+
+    @property
     def num_chips(self) -> int:
         """Chips of all replicas; with autoscaling, at first."""
         others = 0 if self.prefill is None else self.prefill.replicas * self.prefill.costs.num_chips
