@@ -98,7 +98,7 @@ def estimate_serve(
     csv: str | os.PathLike[str] | None = None,
     calibration: str = "fitted",
     prefill_batch: int = 1,
-    chunk: int | None = None,
+    chunk: str | float = "",
 ) -> ServingEstimate: ...
 def estimate_train(
     model: str,

@@ -90,6 +90,8 @@ def _asked(words: str) -> list[str]:
         asked += ["--tool", "none"]
     if asked[1] == "serve" and asked[0] != "simulate" and "--precision" not in asked:
         asked += ["--precision", "bf16"]
+    if asked[:2] == ["estimate", "serve"] and "--chunk" not in asked:
+        asked += ["--chunk", "none"]
     if asked[:2] == ["plan", "serve"] and "--simulate" not in asked:
         asked += ["--no-simulate"]
     if asked[0] == "plan" and "--within" not in asked:

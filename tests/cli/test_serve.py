@@ -218,3 +218,22 @@ def test_what_cannot_be_served_says_what_would_help(run, words, said):
     told = run("plan", "serve", "--output", "8", *words)
     assert told.code == 3
     assert said in told.err
+
+
+def test_chunks_are_those_of_the_engine_asked_for(run):
+    """Of the longest request that fits, and of prompts that are longer than the engine's chunk; short ones go whole."""
+    asked = ("estimate", "serve", "llama-3-8b", "--on", "h100:1", "--batch", "1", "--layout", "tensor=1")
+
+    def told(prompt, *words):
+        return run(*asked, "--no-changes", "--prompt", prompt, "--output", "64", *words, "--json").json
+
+    def chunk(prompt, *words):
+        return told(prompt, *words)["plans"][0]["prefill"]["chunk_tokens"]
+
+    def longest(*words):
+        return told("512", *words)["frontier"][0]["longest_request_tokens"]
+
+    assert chunk("8128") is None
+    assert chunk("100", "--chunk", "50") == 50
+    assert longest() == longest("--tool", "sglang") > longest("--chunk", "none") == longest("--tool", "tensorrt-llm")
+    assert "expected whole numbers" in run(*asked, "--prompt", "64", "--output", "8", "--chunk", "0.5").err

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,8 +22,9 @@ from meshwise.commands.requests import File, Flag, Request, attributes
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
+from meshwise.core.units import parse_count
 from meshwise.costs.compute import published_precision
-from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.engines import ENGINES, find_serving_calibration
 from meshwise.costs.problem import ServingProblem, Step, check_context
 from meshwise.costs.serving.answer import ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.engine import engine_costs
@@ -50,6 +53,20 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return f"{value:.0f}" if value == value // 1 else f"{value!r}"
+
+
+def parse_chunk(text: str) -> int:
+    """A whole number of tokens of a chunk."""
+    value = parse_count(text, "--chunk")
+    if value != int(value) or value < 1:
+        raise MeshwiseError(f"--chunk: expected whole numbers of tokens, at least 1, found {text!r}")
+    return int(value)
+
+
+def engine_chunk(tools: tuple[str, ...], problem: ServingProblem) -> int | None:
+    """Tokens of a prompt in one step of the first engine asked for, else of the calibration's; None for all."""
+    software = tools[0] if tools else problem.calibration.name.removeprefix("fitted+")
+    return ENGINES[software].chunk if software in ENGINES else None
 
 
 #: Tokens of prompts or outputs: a number, or how they are distributed.
@@ -162,8 +179,26 @@ class EstimateServeRequest(ServeRequest):
     """Whether each engine prefills and decodes in turn, or does only one of the two (--prefill-layout)."""
     prefill_batch: int = Field(default=1, ge=1, le=1 << 20)
     """Prompts prefilled together."""
-    chunk: int | None = Field(default=None, ge=1, le=1 << 30)
-    """Tokens of a prompt prefilled in one step; by default, the whole prompt."""
+    chunk: Annotated[str, Flag("TOKENS"), BeforeValidator(_as_text, json_schema_input_type=str | float)] = ""
+    """Tokens of a prompt prefilled in one step, or none for whole prompts; by default, what the engine of --tool or
+    --calibration has (vLLM, SGLang: 8192)."""
+
+    @field_validator("chunk")
+    @classmethod
+    def _chunk_is_known(cls, text: str) -> str:
+        return text if text in ("", "none") else str(parse_chunk(text))
+
+    def chunked(self, setup: ServingSetup, problem: ServingProblem, longest: float) -> ServingSetup:
+        """The setup with prompts of up to so many tokens in chunks, as they are given, or as the engine does it.
+
+        An engine's own chunk changes nothing for prompts that are no longer.
+        """
+        if self.chunk not in ("", "none"):
+            return replace(setup, chunk=int(self.chunk))
+        own = engine_chunk(self.tool, problem) if not self.chunk and setup.mode == "aggregated" else None
+        if own is None or longest <= own or not setup.one_layout or setup.prefill_batch > 1:
+            return setup
+        return replace(setup, chunk=own)
 
     def setups(self, problem: ServingProblem) -> Iterator[ServingSetup]:
         """Read the layouts: as they are written, then with other values of the choices that they leave open.
@@ -183,7 +218,8 @@ class EstimateServeRequest(ServeRequest):
                 prefills = [layout.replace(replicas=decodes[0].replicas) for layout in prefills]
             pairs = list(itertools.product(prefills, decodes))
         for prefill, decode in pairs:
-            setup = ServingSetup(self.mode, prefill, decode, self.batch, self.prefill_batch, self.chunk)
+            setup = ServingSetup(self.mode, prefill, decode, self.batch, self.prefill_batch)
+            setup = self.chunked(setup, problem, problem.load.computed)
             if setup.num_chips > chips:
                 raise LayoutError(
                     f"--prefill-layout {prefill} and --layout {decode} need {setup.num_chips:,} chips, the cluster has "
@@ -303,10 +339,12 @@ def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Fil
     check_save(files.save)
     if isinstance(asked, str):
         plan, inputs = read_plan(asked, ServingPlan), {"plan": asked}
+        longer = plan.setup
     else:
         plan = asked.plan()
         inputs = asked.echo_problem(plan.problem)
-    answer = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup))
+        longer = asked.chunked(plan.setup, plan.problem, math.inf)
+    answer = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, longer), longer.chunk)
     write_file("--svg", files.svg, lambda: estimate_serve_svg(answer))
     tool = () if isinstance(asked, str) else asked.tool
     changes = serving_changes(plan, cache(lambda p: asked_serving_tools(p, tool))) if files.changes else ()

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
-from meshwise.commands.estimate_serve import EngineFiles, ServeRequest
+from meshwise.commands.estimate_serve import EngineFiles, ServeRequest, engine_chunk, parse_chunk
 from meshwise.commands.plan_files import check_save, save_plan, write_file
 from meshwise.commands.requests import Flag, listed, validated
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
-from meshwise.core.units import Quantity, format_percent, parse_count, parse_duration, parse_fraction
+from meshwise.core.units import Quantity, format_percent, parse_duration, parse_fraction
 from meshwise.costs.problem import ServingProblem
 from meshwise.exports.serving import asked_serving_tools
 from meshwise.jobs import ServingLoad, drawn_requests, parse_serving_precision
@@ -52,14 +52,6 @@ def _target(value: Any, info: ValidationInfo) -> Any:
         return LatencyTarget(seconds, share)
     except MeshwiseError as error:
         raise MeshwiseError(f"{str(error).removeprefix('target: ')} in {text!r}") from None
-
-
-def _tokens(text: str) -> int:
-    """A whole number of tokens of a chunk."""
-    value = parse_count(text, "--chunk")
-    if value != int(value) or value < 1:
-        raise MeshwiseError(f"--chunk: expected whole numbers of tokens, at least 1, found {text!r}")
-    return int(value)
 
 
 _Target = Annotated[LatencyTarget, Flag("TIME"), BeforeValidator(_target, json_schema_input_type=str | float)]
@@ -104,7 +96,7 @@ class PlanServeRequest(ServeRequest):
         default="", validation_alias=AliasChoices("chunk", "chunks"), serialization_alias="chunks"
     )
     """Chunk sizes to try for the best plans of aggregated serving, besides whole prompts: 256,512,1024 tokens of a
-    prompt in one step."""
+    prompt in one step, or none; by default, that of the engine of --tool or --calibration (vLLM, SGLang: 8192)."""
     within: Annotated[float, Quantity("share", parse_fraction, format_percent, "2%")] = Field(
         default=0.02, ge=0, le=0.5
     )
@@ -140,7 +132,10 @@ class PlanServeRequest(ServeRequest):
     def constraints(self) -> ServingConstraints:
         """Targets and objective."""
         ttft, tpot = (None if target is None else target.seconds for target in (self.max_ttft, self.max_tpot))
-        forbid, chunks = listed(self.forbid, "--forbid"), tuple(map(_tokens, listed(self.chunk, "--chunk")))
+        forbid, chunks = (
+            listed(self.forbid, "--forbid"),
+            tuple(parse_chunk(one) for one in listed(self.chunk, "--chunk") if self.chunk != "none"),
+        )
         return ServingConstraints(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid, chunks)
 
     def constraints_on(self, problem: ServingProblem) -> ServingConstraints:
@@ -149,8 +144,9 @@ class PlanServeRequest(ServeRequest):
         Raises:
             HandoverError: an engine that is named takes the load in no layout.
         """
-        tools = asked_serving_tools(problem, self.tool)
-        return replace(self.constraints, tools=tools, tools_optional=not self.tool, within=self.within)
+        tools, own = asked_serving_tools(problem, self.tool), None if self.chunk else engine_chunk(self.tool, problem)
+        chunks = self.constraints.chunks if own is None else (own,)  # of no effect on shorter prompts
+        return replace(self.constraints, chunks=chunks, tools=tools, tools_optional=not self.tool, within=self.within)
 
     @property
     def simulates(self) -> bool:

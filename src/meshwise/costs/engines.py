@@ -32,6 +32,8 @@ class ServingEngine:
         host_step, host_request, gap: as in `Calibration`.
         startup: of collectives within a step; None keeps the family's.
         rows: how many published numbers its constants were fitted to.
+        chunk: tokens of a prompt in one step, by its own default on chips of 80 GB and more (vLLM's
+            --max-num-batched-tokens, SGLang's --chunked-prefill-size); None where chunks have to be asked for.
     """
 
     name: str
@@ -41,14 +43,15 @@ class ServingEngine:
     gap: float
     startup: float | None
     rows: int
+    chunk: int | None = None
 
 
 #: By name; the first is what is assumed where nothing is said, on GPUs.
 ENGINES = {
     e.name: e
     for e in (
-        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.42e-3, 36e-6, _GRAPH, _ONE_SHOT, 138),
-        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.27e-3, 16e-6, _GRAPH, _ONE_SHOT, 89),
+        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.42e-3, 36e-6, _GRAPH, _ONE_SHOT, 138, 8192),
+        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.27e-3, 16e-6, _GRAPH, _ONE_SHOT, 89, 8192),
         ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.11e-3, 8.2e-6, _GRAPH, _ONE_SHOT, 256),
         ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.15e-3, 10.7e-6, _LAUNCHED, _NCCL, 113),
         ServingEngine("fastertransformer", "FasterTransformer 5", 0.18e-3, 59e-6, _LAUNCHED, _NCCL, 163),

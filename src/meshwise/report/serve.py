@@ -236,7 +236,10 @@ def _fitting(answer: ServingAnswer) -> RenderableType | None:
     e = answer.estimate
     lines = [f"{counted(e.largest_batch, 'request')} of this length, on each engine"] if e.largest_batch else []
     lines += [f"{counted(b, 'request')} of {tokens:,} tokens each" for b, tokens in answer.frontier]
-    return listed("At most fit, on each engine", lines or ["nothing: the weights and one request are too much"])
+    chunks = "" if answer.chunk is None else f" (prompts in chunks of {answer.chunk:,})"
+    return listed(
+        f"At most fit, on each engine{chunks}", lines or ["nothing: the weights and one request are too much"]
+    )
 
 
 def definitions(setup: ServingSetup) -> tuple[str, ...]:

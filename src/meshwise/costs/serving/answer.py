@@ -167,8 +167,10 @@ class ServingAnswer:
         problem: what was asked.
         estimate: of the layout.
         frontier: (requests of an engine, longest request in tokens) that just fit.
+        chunk: tokens of their prompts in one step; None for all.
     """
 
     problem: ServingProblem
     estimate: ServingEstimate
     frontier: tuple[tuple[int, int], ...]
+    chunk: int | None = None
