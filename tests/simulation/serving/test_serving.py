@@ -380,3 +380,10 @@ def test_time_is_linear_in_requests_and_samples_are_bounded():
     steps = [r.replicas[0].decode_steps for r in results]
     assert steps[1] / steps[0] == pytest.approx(4, rel=0.1)
     assert math.isfinite(results[0].cpu_s)
+
+
+def test_an_autoscaler_decides_a_bounded_number_of_times():
+    scaling = Autoscaling(requests_per_replica=20, least=1, most=6, interval_s=1e-9, startup_s=5)
+    system = ServingSystem(COSTS, 1, routing="least-loaded", autoscaling=scaling)
+    with pytest.raises(MeshwiseError, match="360,000 decisions by 360 us of the load"):
+        simulate_serving(system, Trace((Demand(0.0, 10, 2), Demand(1.0, 10, 2)), "test"))

@@ -10,6 +10,8 @@ import heapq
 import math
 from collections.abc import Collection, Sequence
 
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import format_time
 from meshwise.jobs.traffic import Demand, Load
 from meshwise.simulation.serving.cache import Request
 from meshwise.simulation.serving.recording import Recorder
@@ -18,6 +20,9 @@ from meshwise.simulation.serving.system import PrefillPool, ServingSystem
 
 #: Requests that a replica may have more than the least loaded one, and still get those whose prefix it has.
 _AFFINITY_SLACK = 16
+
+#: Decisions of an autoscaler in one simulation: six weeks of one in ten seconds.
+_MOST_DECISIONS = 360_000
 
 
 class Router:
@@ -171,6 +176,11 @@ class Fleet:
         while rule is not None and self._due <= time:
             now = self._due
             self._due += rule.interval_s
+            if len(self.sizes) > _MOST_DECISIONS:
+                raise MeshwiseError(
+                    f"autoscaling: {_MOST_DECISIONS:,} decisions by {format_time(now)} of the load, one each "
+                    f"{format_time(rule.interval_s)}; decide less often, or send fewer requests"
+                )
             for replica in self.replicas:
                 replica.run_until(now)
             outstanding = sum(replica.outstanding for replica in self.replicas)
