@@ -9,7 +9,12 @@ import pytest
 
 from meshwise.exports import TARGETS, hand_over
 from tests.exports.kept import hold_header, hold_kept
-from tests.exports.plans import CASES, HANDED
+from tests.exports.plans import CASES, DATA, HANDED
+
+KNOWN = {
+    name: set(table["options"].split())
+    for name, table in json.loads((DATA / "known_options.json").read_text(encoding="utf-8")).items()
+}
 
 
 def handed(case, tool):
@@ -144,11 +149,15 @@ def test_torchtitan_adds_up(case):
     assert degrees["tensor_parallel_degree"] == layout.tensor
     shards = degrees["data_parallel_shard_degree"] * others
     assert shards % degrees.get("expert_parallel_degree", 1) == 0
-    step = training["num_tokens_per_train_step"]
-    assert step == layout.sequences * plan.problem.job.seq_len
-    assert step == training["num_tokens_per_microbatch_per_dp_rank"] * ranks * layout.num_microbatches
+    assert set(degrees) <= KNOWN["torchtitan ParallelismConfig"]
+    assert set(training) | {"steps", "max_norm"} <= KNOWN["torchtitan TrainingConfig"]
+    assert training["seq_len"] == plan.problem.job.seq_len
+    assert training["global_batch_size"] == layout.sequences == ranks * layout.micro_batch * layout.num_microbatches
+    local, micro_batch = training["local_batch_size"], degrees.get("pipeline_parallel_microbatch_size", 1)
+    assert training["global_batch_size"] % (local * ranks) == 0
     if layout.stage > 1:
-        assert degrees["num_pp_microbatches"] == layout.num_microbatches
+        assert (local // micro_batch, local * ranks) == (layout.num_microbatches, layout.sequences)
+        assert training["disable_cuda_graphs"], "it refuses pipelines with them"
 
 
 @pytest.mark.parametrize("case", cases_of("torchtitan"))

@@ -1,5 +1,7 @@
 """A plan as a torchtitan configuration function: it takes a trainer's configuration and sets what the plan decides.
 
+Written for the release 0.3.0. Sources: its `torchtitan/config/configs.py` (names of fields), `torchtitan/trainer.py`
+(what they mean together: accumulation, CUDA graphs), `torchtitan/distributed/pipeline_parallel.py` (microbatches).
 Not here: the model's own configuration, data, learning rate and checkpoints, which stay the caller's.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwise.costs.arithmetic import Condition
 from meshwise.exports.choices import (
     HOST_UPDATE,
     OFFLOADS_ALL,
@@ -20,7 +23,7 @@ from meshwise.exports.choices import (
 from meshwise.exports.exported import Exported, Refusals, Rule
 
 TITLE = "torchtitan"
-VERSION = "torchtitan/config/parallelism.py at commit 15e2431, training.py at f204eb6"
+VERSION = "release 0.3.0"
 
 _SCHEDULES = {
     "1f1b": "1F1B",
@@ -38,6 +41,17 @@ _TWO_PIECES = ("zb-v", "dualpipe-v")
 _NESTING = (("tensor",), ("ulysses", "context"), ("expert", "fsdp"), ("data",), ("stage",))
 
 
+def _pieces(choices: Choices) -> int:
+    """Pieces of the model in all stages."""
+    return choices.layout.stage * (2 if choices.order in _TWO_PIECES else choices.layout.virtual_stages)
+
+
+def _other_pieces(choices: Choices) -> Condition:
+    """Whether pieces of as many layers as the fullest are fewer than planned, which it counts from the layers."""
+    layers, pieces = choices.model.num_layers, _pieces(choices)
+    return -(-layers // -(-layers // pieces)) != pieces
+
+
 #: What its configuration cannot say.
 RULES: tuple[Rule[Choices], ...] = (
     Rule(
@@ -53,9 +67,9 @@ RULES: tuple[Rule[Choices], ...] = (
         "context_method=ring", "it gathers keys and values", "context_method=gather",
     ),
     Rule(
-        lambda c: (c.layout.context > 1) & (c.layout.ulysses > 1),
-        "context={c.layout.context} with ulysses={c.layout.ulysses}", "one of both is used",
-        "context={c.positions_ways} or ulysses={c.positions_ways}",
+        lambda c: c.layout.ulysses > 1,
+        "ulysses={c.layout.ulysses}", "it gathers keys and values, and exchanges no heads",
+        "context={c.positions_ways}",
     ),
     Rule(
         lambda c: (c.mixture and c.layout.expert_tensor_parallel) & (c.layout.tensor > 1),
@@ -69,6 +83,12 @@ RULES: tuple[Rule[Choices], ...] = (
         lambda c: (c.order not in _SCHEDULES) & (c.layout.stage > 1),
         "schedule={c.order}", f"of ours it runs {', '.join(_SCHEDULES)}",
         lambda c: _NEAREST_SCHEDULE.get(c.order, "schedule=1f1b"),
+    ),
+    Rule(
+        lambda c: (c.layout.stage > 1) & _other_pieces(c),
+        lambda c: f"stage={c.layout.stage} of {c.model.num_layers} layers",
+        lambda c: f"pieces of {-(-c.model.num_layers // _pieces(c))} layers are not {_pieces(c)}",
+        "a number of pieces that divides the layers",
     ),
     OFFLOADS_ALL,
     Rule(
@@ -129,11 +149,8 @@ def _degrees(choices: Choices, notes: list[str]) -> dict[str, Any]:
         "data_parallel_shard_degree": layout.fsdp * layout.expert,
         "tensor_parallel_degree": layout.tensor,
         "enable_sequence_parallel": layout.sequence_parallel,
-        "context_parallel_degree": choices.positions_ways,
+        "context_parallel_degree": layout.context,
     }
-    if choices.positions_ways > 1:  # which of both is a class of attention, not a number
-        kind = "KVAllGather" if layout.context > 1 else "Ulysses"
-        notes.append(f"afterwards, apply ContextParallelTransform with the {kind} class of the model's attention")
     if choices.mixture:
         out["expert_parallel_degree"] = choices.expert_ways
         notes.append(
@@ -147,7 +164,7 @@ def _pipeline(choices: Choices, notes: list[str]) -> dict[str, Any]:
     layout, schedule = choices.layout, choices.schedule
     if schedule == "":
         return {}
-    pieces = layout.stage * (2 if schedule in _TWO_PIECES else layout.virtual_stages)
+    pieces = _pieces(choices)
     layers = choices.model.num_layers
     if layers % pieces:
         notes.append(f"{layers} layers over {pieces} pieces: the fullest have as many as planned, others may differ")
@@ -157,16 +174,20 @@ def _pipeline(choices: Choices, notes: list[str]) -> dict[str, Any]:
         "pipeline_parallel_layers_per_stage": -(-layers // pieces),
         "pipeline_parallel_first_stage_less_layers": 0,
         "pipeline_parallel_last_stage_less_layers": 0,
-        "num_pp_microbatches": layout.num_microbatches,
+        "pipeline_parallel_microbatch_size": layout.micro_batch,
     }
 
 
 def _batch(choices: Choices) -> dict[str, Any]:
-    return {
-        "num_tokens_per_microbatch_per_dp_rank": choices.layout.micro_batch * choices.seq_len,
-        "num_tokens_per_train_step": choices.layout.sequences * choices.seq_len,
-        "max_context_length": choices.seq_len,
+    layout = choices.layout
+    # A rank's batch is cut into the pipeline's microbatches; without a pipeline each is a batch that is accumulated.
+    batch = {
+        "local_batch_size": layout.micro_batch * (layout.num_microbatches if choices.schedule else 1),
+        "global_batch_size": layout.sequences,
+        "seq_len": choices.seq_len,
     }
+    # They record neither sends between stages nor exchanges of tokens that wait for the host.
+    return batch | ({"disable_cuda_graphs": True} if choices.schedule or choices.mixture else {})
 
 
 def _precision(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
