@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import merge
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.core.explanation import Answer
@@ -23,7 +24,7 @@ from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.jobs.traffic import Load
 from meshwise.search.plan import NOT_SEARCHED, ServingPlan, SimulatedPlan
-from meshwise.search.serving.constraints import TIE, ServingConstraints, in_order, ties
+from meshwise.search.serving.constraints import TIE, ServingConstraints
 from meshwise.search.serving.planner import ServingPlanResult, plan_serving, priced_tables
 from meshwise.search.serving.simplest import complexity
 from meshwise.search.serving.tables import Tables
@@ -362,7 +363,8 @@ def plan_alternatives(
     """Plan each of them, and rank what was found; interrupted after one has a plan, the others are NOT_SEARCHED.
 
     Ranked are dollars for output tokens where all have a price, else output tokens per second and chip; with another
-    objective, or a rate, what these ask for.
+    objective, or a rate, what these ask for; equal ones by latency, however near others are. Plans of one of them stay
+    in their own order, where ties within 1 % go to what else is better, and the simplest may be first.
 
     Args:
         problems: what to plan.
@@ -386,18 +388,14 @@ def plan_alternatives(
     planned = {which: p for which, p in found.items() if isinstance(p, ServingPlanResult)}
     if not planned:
         raise InfeasibleError("\n".join(f"{which}: {reason}" for which, reason in found.items()))
-    every = [
-        (which, e, sent)
+    rankings = [
+        [(which, e, sent) for e, sent in zip(p.plans, p.simulated or [None] * len(p.plans), strict=True)]
         for which, p in planned.items()
-        for e, sent in zip(p.plans, p.simulated or [None] * len(p.plans), strict=True)
     ]
     constraints = next(iter(planned.values())).constraints
-    by, score = _score(constraints, priced=all(e.usd_per_s is not None for _, e, _ in every))
-    simulated = any(sent for *_, sent in every)  # these keep their targets as nearly as they can
-    order = in_order(every, lambda one: score(*one[1:]), (0.0, 0.0) if simulated else ties(constraints)[:2])
-    first = order[0][0], planned[order[0][0]].plans[0]  # the simplest there, which is first in its own ranking
-    others = ((which, e) for which, e, _ in order if e is not first[1])
-    ranked = tuple((which, ServingPlan(planned[which].problem, e)) for which, e in (first, *others))
+    by, score = _score(constraints, priced=all(e.usd_per_s is not None for p in planned.values() for e in p.plans))
+    order = merge(*rankings, key=lambda one: score(*one[1:]))
+    ranked = tuple((which, ServingPlan(planned[which].problem, e)) for which, e, _ in order)
     return ServingAlternatives(found, ranked[:top], by, _formats(problems, *ranked[0]))
 
 
