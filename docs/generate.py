@@ -33,6 +33,7 @@ ROOT = DOCS.parent
 PAGES = (
     ROOT / "README.md",
     DOCS / "commands.md",
+    DOCS / "book.md",
     DOCS / "planning.md",
     DOCS / "serving.md",
     DOCS / "precision.md",

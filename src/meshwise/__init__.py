@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 #: Module -> the public names that are loaded from it.
 _NAMES = {
     "meshwise.commands.bench": ("bench",),
+    "meshwise.commands.book": ("answer_book",),
     "meshwise.commands.calibrate": ("calibrate",),
     "meshwise.commands.catalogs": ("all_models", "chip", "chips", "cluster", "clusters", "model"),
     "meshwise.commands.collective": ("collective",),

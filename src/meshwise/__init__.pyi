@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from meshwise.book.problems import Solution
 from meshwise.commands.catalogs import all_models as all_models
 from meshwise.commands.catalogs import chip as chip
 from meshwise.commands.catalogs import chips as chips
@@ -39,6 +40,13 @@ from meshwise.search.studies import Scaling
 
 __version__: str
 
+def answer_book(
+    problem: str | None = None,
+    *,
+    changes: str | Mapping[str, float] | None = None,
+    answer: str | None = None,
+    every: bool = False,
+) -> tuple[Solution, ...]: ...
 def bench(
     what: Literal["matmul", "attention", "memory", "collectives", "machine"],
     *,

@@ -1,4 +1,4 @@
-"""The worked answers of "How To Scale Your Model" (tests/data/book/problems.csv), and how ours are checked.
+"""The worked answers of "How To Scale Your Model" (meshwise/book/problems.csv), and how the engine's are checked.
 
 A test file holds a table from row ids (or patterns of them) to functions that answer by the public API. Every row of a
 chapter is in that table or in the chapter's `LATER`, with the reason.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import meshwise.book
 from meshwise.core.dtypes import DType
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.network import make_group_link
@@ -21,7 +22,7 @@ from meshwise.costs.roofline import parse_operation, rates_of
 from meshwise.hardware import load_chip
 from meshwise.models import read_config
 
-PATH = Path(__file__).parents[1] / "data" / "book" / "problems.csv"
+PATH = Path(meshwise.book.__file__).with_name("problems.csv")
 
 #: The book's names of chips -> ours, where they differ.
 CHIPS = {"v4p": "v4", "h100 sxm": "h100"}

@@ -143,6 +143,7 @@ _VERBS = {
     "roofline": ("roofline:show_roofline", "Time one operation on one chip: what binds, and from which batch on."),
     "shard": ("shard:show_product", "List the collectives that a sharded product needs."),
     "collective": ("collective:show_collective", "Time one collective on a cluster."),
+    "book": ("book:show_book", "Answer the worked problems of the book, with your own numbers."),
     "bench": ("bench:show_bench", "Measure single operations on the devices that are there."),
 }
 

@@ -1,0 +1,313 @@
+"""The worked problems of "How To Scale Your Model", each with its inputs, our working and what the book prints.
+
+Numbers are those of the row: the book uses several values for one chip, so that an answer is made of what its question
+used. Not here: the workings (one module a chapter), or words (`report`).
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from importlib import resources
+from typing import Any
+
+from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
+from meshwise.core.explanation import Answer, Explanation
+from meshwise.core.formula import Formula
+from meshwise.core.units import parse_count
+
+#: Chapters in the book's order -> the page, and the title.
+CHAPTERS: Mapping[str, tuple[str, str]] = {
+    "roofline": ("roofline", "All About Rooflines"),
+    "tpus": ("tpus", "How to Think About TPUs"),
+    "sharding": ("sharding", "Sharded Matrices and How to Multiply Them"),
+    "transformers": ("transformers", "All the Transformer Math You Need to Know"),
+    "training": ("training", "How to Parallelize a Transformer for Training"),
+    "applied-training": ("applied-training", "Training LLaMA 3 on TPUs"),
+    "inference": ("inference", "All About Transformer Inference"),
+    "applied-inference": ("applied-inference", "Serving LLaMA 3-70B on TPUs"),
+    "profiling": ("profiling", "How to Profile TPU Programs"),
+    "jax-stuff": ("jax-stuff", "Programming TPUs in JAX"),
+    "gpus": ("gpus", "How to Think About GPUs"),
+}
+
+#: Unit in which the book prints -> base unit.
+UNITS: Mapping[str, float] = {
+    "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "ms*chips": 1e-3, "days": 86400, "years": 365.25 * 86400, "%": 0.01, "GHz": 1e9,
+    "GB": 1e9, "TB": 1e12, "GiB": 2**30, "GB (book prints GiB)": 1e9, "MB (MiB)": 2**20, "GB/s": 1e9, "TB/s": 1e12,
+    "TB/s (book prints TiB/s)": 1e12, "TFLOPs/s": 1e12, "EFLOPs/s": 1e18, "tokens/ms/chip": 1e3,
+}  # fmt: skip
+
+Value = float | int | str | list[Any] | dict[str, int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with one answer.
+
+    Args:
+        id: `CHAPTER.GROUP.NAME`, as the data has it.
+        chapter: a key of CHAPTERS.
+        kind: problem, example, takeaway, quiz, table.
+        question: in our words.
+        given: what the question gives, by name; letters are the book's.
+        constants: of the hardware, as the question used them.
+        unit: of the answer, as the book prints it.
+        tolerance: relative, within which an answer meets the printed one.
+        printed: by the book, None where it prints none or ours is not compared.
+        recomputed: the right answer where that is another.
+        status: agrees, rounding, superseded, book_inconsistent, no_published_answer, or "" where nothing is on record.
+        note: why, in words.
+        commit: of the book's text.
+    """
+
+    id: str
+    chapter: str
+    kind: str
+    question: str
+    given: Mapping[str, Value]
+    constants: Mapping[str, Value]
+    unit: str
+    tolerance: float
+    printed: float | str | None
+    recomputed: float | str | None
+    status: str
+    note: str
+    commit: str
+
+    @property
+    def short(self) -> str:
+        """The id without its chapter."""
+        return self.id.split(".", 1)[1]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Everything that the question gives, by name; sizes of a mesh stand by the names of its axes, too."""
+        found: dict[str, Any] = {**self.constants, **self.given}
+        meshes = (dict(value) for value in found.values() if isinstance(value, dict))
+        return dict(itertools.chain(*(mesh.items() for mesh in meshes), found.items()))
+
+    @property
+    def variable(self) -> tuple[str, ...]:
+        """What may be given other numbers."""
+        return tuple(name for name, value in self.values.items() if _is_numeric(value))
+
+    @property
+    def url(self) -> str:
+        """Of the chapter."""
+        return f"https://jax-ml.github.io/scaling-book/{CHAPTERS[self.chapter][0]}"
+
+    @property
+    def source(self) -> str:
+        """The chapter in words."""
+        return f'book, "{CHAPTERS[self.chapter][1]}"'
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """How an answer is found where a formula alone does not say it.
+
+    Args:
+        value: in base units, or a word.
+        formula: in words or letters.
+        substitution: the same with the numbers of the question.
+    """
+
+    value: Any
+    formula: str
+    substitution: str
+
+
+#: How a problem is answered: a formula over its values, or a function of them.
+Method = str | Callable[[Mapping[str, Any]], Derivation]
+
+
+@dataclass(frozen=True, repr=False)
+class Solution(Answer):
+    """A problem with our answer.
+
+    Args:
+        problem: the question.
+        values: by name, with those that were changed.
+        changed: names of these.
+        value: our answer, in the problem's unit.
+        explanation: our working.
+    """
+
+    problem: Problem
+    values: Mapping[str, Any]
+    changed: tuple[str, ...]
+    value: float | str
+    explanation: Explanation
+
+    @property
+    def verdict(self) -> str:
+        """What the book's answer is beside ours, a key of VERDICTS."""
+        problem = self.problem
+        if self.changed:
+            return "varied"
+        if problem.printed is None or problem.status == "no_published_answer":
+            return "ours"
+        if problem.status == "superseded":
+            return "corrected"
+        if problem.status == "book_inconsistent":
+            return "inconsistent"
+        return "agrees" if self.agrees_with(problem.printed) and problem.status == "agrees" else "rounding"
+
+    def is_right(self, answer: str) -> bool:
+        """Whether a reader's answer, as text, is ours: within the tolerance, or half a percent."""
+        number = _number(answer)
+        if isinstance(number, float) and not isinstance(self.value, str):
+            return math.isclose(number, self.value, rel_tol=max(self.problem.tolerance, 0.005))
+        return number is not None and self.agrees_with(number)
+
+    def agrees_with(self, answer: float | str) -> bool:
+        """Whether an answer in the problem's unit is ours within the tolerance."""
+        if isinstance(answer, str) or isinstance(self.value, str):
+            return str(answer).strip().lower() == str(self.value).lower()
+        return math.isclose(answer, self.value, rel_tol=max(self.problem.tolerance, 1e-9))
+
+
+#: Verdict -> in words.
+VERDICTS: Mapping[str, str] = {
+    "agrees": "agrees",
+    "rounding": "the book rounds",
+    "corrected": "an earlier text of the book; corrected since",
+    "inconsistent": "the book contradicts itself",
+    "ours": "ours: the book prints no answer, or it is not compared",
+    "varied": "other numbers than the book's",
+}
+
+
+def _is_numeric(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value]
+    return all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
+
+
+def _plain(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(text or "{}")
+    values.pop("_units", None)
+    return values
+
+
+def _number(text: str) -> float | str | None:
+    try:
+        return float(text)
+    except ValueError:
+        return text or None
+
+
+def _rows() -> Iterator[Problem]:
+    for file in ("problems.csv", "questions.csv"):
+        text = resources.files("meshwise.book").joinpath(file).read_text(encoding="utf-8")
+        for line in csv.DictReader(text.splitlines()):
+            yield Problem(
+                id=line["id"],
+                chapter=line["chapter"].replace("_", "-"),
+                kind=line["kind"],
+                question=line["question"],
+                given=_plain(line["inputs"]),
+                constants=_plain(line["hw_constants"]),
+                unit=line["answer_unit"],
+                tolerance=float(line["tolerance"]),
+                printed=_number(line.get("answer_value", "")),
+                recomputed=_number(line.get("recomputed_value", "")),
+                status=line.get("status", ""),
+                note=line.get("note", ""),
+                commit=line["book_commit"],
+            )
+
+
+@functools.cache
+def problems() -> Mapping[str, Problem]:
+    """Id -> problem, in the book's order of chapters."""
+    order = list(CHAPTERS)
+    return {p.id: p for p in sorted(_rows(), key=lambda p: order.index(p.chapter))}
+
+
+def find_problem(name: str) -> Problem:
+    """A problem by its id.
+
+    Raises:
+        UnknownNameError: there is none; the nearest are named.
+    """
+    if name not in problems():
+        raise UnknownNameError("problem", name, problems(), hint="'meshwise book' lists them, chapter by chapter.")
+    return problems()[name]
+
+
+def _method(problem: Problem) -> Method:
+    chapter = importlib.import_module(f"meshwise.book.{problem.chapter.replace('-', '_')}")
+    methods: Mapping[str, Method] = chapter.METHODS
+    if problem.short in methods:
+        return methods[problem.short]
+    return next(method for pattern, method in methods.items() if fnmatchcase(problem.short, pattern))
+
+
+def solve(problem: Problem, changes: Mapping[str, str] | None = None) -> Solution:
+    """Answer a problem, with other numbers where some are given.
+
+    Args:
+        problem: the question.
+        changes: name -> number as text, or sizes as 4x8 where the question has a list.
+
+    Raises:
+        UnknownNameError: a name that the question does not have.
+        MeshwiseError: a number that cannot be one of the question's, or with which it has no answer.
+    """
+    changed = {name: _changed(problem, name, text) for name, text in (changes or {}).items()}
+    if changed:
+        constants = {k: changed.get(k, v) for k, v in problem.constants.items()}
+        given = {k: changed.get(k, v) for k, v in problem.given.items()}
+        extra = {k: v for k, v in changed.items() if k not in {**constants, **given}}
+        problem = replace(problem, constants=constants, given={**given, **extra})
+    values, method = {**problem.values, **changed}, _method(find_problem(problem.id))
+    working = method(values) if callable(method) else _derived(Formula(method), values)
+    value = working.value
+    if not isinstance(value, str):
+        value = float(value) / UNITS.get(problem.unit, 1)
+    shown = value if isinstance(value, str) else f"{value:.6g} {problem.unit}"
+    how = Explanation(problem.id, working.formula, working.substitution, shown, problem.source)
+    return Solution(problem, values, tuple(changed), value, how)
+
+
+def _derived(formula: Formula, values: Mapping[str, Any]) -> Derivation:
+    return Derivation(formula.value(values), formula.text, formula.substituted(values))
+
+
+def _changed(problem: Problem, name: str, text: str) -> Any:
+    known = problem.values
+    if name not in known:
+        raise UnknownNameError("input", name, problem.variable, list_all=True)
+    if name not in problem.variable:
+        raise MeshwiseError(f"{name}: {known[name]} is fixed by the question; these may vary: {_listed(problem)}")
+    try:
+        if isinstance(known[name], list):
+            numbers: Any = [parse_count(part, name) for part in text.split("x")]
+            if len(numbers) != len(known[name]):
+                raise MeshwiseError(f"{name}: expected {len(known[name])} sizes, 4x8, found {text!r}")
+        else:
+            numbers = [parse_count(text, name)]
+    except UnitError as error:
+        raise MeshwiseError(
+            f"{name}: expected a number such as {_example(known[name])}, found {text[:80]!r}"
+        ) from error
+    if not all(1e-30 < n < 1e40 for n in numbers):
+        raise MeshwiseError(f"{name}: expected a number above zero, found {text[:80]!r}")
+    whole = [int(n) if n == int(n) else n for n in numbers]
+    return whole if isinstance(known[name], list) else whole[0]
+
+
+def _example(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, list) else f"{value:g}"
+
+
+def _listed(problem: Problem) -> str:
+    return ", ".join(problem.variable) or "none"

@@ -1,0 +1,118 @@
+"""`book`: the worked problems of the book, answered. Not here: the workings (`book`), or words (`report`)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from meshwise.book import CHAPTERS, Problem, Solution, problems, solve
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.requests import Flag, Request
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.explanation import Answer
+from meshwise.report.book import chapters_report, problems_report, solution_report
+
+
+def _numbers(value: Any) -> Any:
+    """Read `("W_hbm=1.6e12", "shape=4x8")` as name -> text; of a dict the values are written as text."""
+    if isinstance(value, Mapping):
+        return {name: str(number) for name, number in value.items()}
+    found: dict[str, str] = {}
+    for text in (value,) if isinstance(value, str) else value if isinstance(value, Iterable) else (str(value),):
+        for pair in str(text).split(","):
+            name, _, number = map(str.strip, pair.partition("="))
+            if not name or not number:
+                raise MeshwiseError(f"expected NAME=NUMBER such as W_hbm=1.6e12, found {pair[:80]!r}")
+            if name in found:
+                raise MeshwiseError(f"{name} is given twice")
+            found[name] = number
+    return found
+
+
+class BookRequest(Request):
+    """What `meshwise book` is asked."""
+
+    positional = ("problem",)
+
+    problem: str | None = None
+    """A problem (roofline.q2.Bcrit), a question with several (roofline.q2), or a chapter."""
+    changes: Annotated[
+        dict[str, str],
+        Flag("NAME=NUMBER", "--set"),
+        BeforeValidator(_numbers, json_schema_input_type=str | Mapping[str, float]),
+    ] = Field(default={})
+    """Other numbers than the question's, W_hbm=1.6e12; lists of sizes as 4x8."""
+    answer: str | None = None
+    """Your own answer, in the problem's unit: says whether it is right."""
+    every: Annotated[bool, Flag("", "--all/--no-all")] = False
+    """Answer every problem."""
+
+
+def _named(name: str) -> list[Problem]:
+    """The problems of an id, of a question, or of a chapter."""
+    wanted = name.replace("_", "-") if name.replace("_", "-") in CHAPTERS else name
+    found = [p for p in problems().values() if wanted in (p.id, p.chapter) or p.id.startswith(f"{wanted}.")]
+    if not found:
+        known = [*CHAPTERS, *dict.fromkeys(p.id.rsplit(".", 1)[0] for p in problems().values()), *problems()]
+        near = difflib.get_close_matches(name, known, 3)
+        nearest = f"nearest: {', '.join(near)}; " if near else ""
+        raise MeshwiseError(f"no problem {name[:80]!r}; {nearest}'meshwise book' lists the chapters")
+    return found
+
+
+@command(BookRequest)
+def answer_book(request: BookRequest) -> tuple[Solution, ...]:
+    """Answer problems of "How To Scale Your Model": what `meshwise book` answers, as values.
+
+    >>> import meshwise
+    >>> (solution,) = meshwise.answer_book("roofline.q2.Bcrit")
+    >>> round(solution.value, 1), solution.problem.unit, solution.verdict
+    (120.1, 'tokens', 'agrees')
+    >>> meshwise.answer_book("roofline.q2.Bcrit", changes={"W_hbm": 1.64e12})[0].explanation.substitution
+    '1.97e+14/1.64e+12 * 1/2'
+
+    Raises:
+        MeshwiseError: there is no such problem; a number that the question does not have.
+    """
+    asked = _named(request.problem) if request.problem else list(problems().values())
+    if len(asked) == 1 or not request.changes:
+        return tuple(solve(p, request.changes) for p in asked)
+    # Of several problems those that have what is changed.
+    changing = [p for p in asked if set(request.changes) <= set(p.values)]
+    if not changing:
+        names = dict.fromkeys(name for p in asked for name in p.variable)
+        raise MeshwiseError(
+            f"--set: none of {len(asked)} problems has {', '.join(request.changes)}; known: {', '.join(names)}"
+        )
+    return tuple(solve(p, request.changes) for p in changing)
+
+
+Answer.reports[Solution] = lambda solution: solution_report(solution, None, {})
+
+
+@verb(BookRequest)
+def show_book(screen: Screen, request: BookRequest) -> int | None:
+    """Answer the worked problems of "How To Scale Your Model", with your own numbers.
+
+    Without PROBLEM the chapters are listed; with a chapter or a question, its problems. Of one problem the working
+    is shown beside what the book prints.
+
+    \b
+      meshwise book roofline
+      meshwise book roofline.q2
+      meshwise book roofline.q2 --set W_hbm=1.6e12
+      meshwise book roofline.q2 --answer 120
+      meshwise book --all --json
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    solutions = answer_book.answer(request)
+    if len(solutions) == 1:
+        screen.show(solution_report(solutions[0], request.answer, request.echo()))
+        return None if request.answer is None or solutions[0].is_right(request.answer) else 3
+    if request.answer is not None:
+        raise MeshwiseError(f"--answer is of one problem, and here are {len(solutions)}: name one of them")
+    whole = request.problem is None and not request.every
+    screen.show((chapters_report if whole else problems_report)(solutions, request.echo()))
+    return None

@@ -1,0 +1,137 @@
+"""The book verb's answer: a problem with our working beside the book's answer; lists of problems."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from meshwise.book import CHAPTERS, VERDICTS, Solution
+from meshwise.report.report import Report
+from meshwise.report.table import Columns, counted, facts, said, tabulate
+
+_FIELDS = ("id", "value", "unit", "verdict")
+
+#: Of the working: names, and what stands there.
+_COLUMNS: Columns = {"!working": lambda row: row[0], "": lambda row: row[1]}
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:,.6g}" if abs(value) < 1e7 else f"{value:.5g}"
+
+
+def _with_unit(value: float | str, unit: str) -> str:
+    return _number(value) if isinstance(value, str) else f"{_number(value)} {unit}"
+
+
+def _answer(solution: Solution) -> dict[str, Any]:
+    """The fields of an answer that other programs read."""
+    values = solution.problem.id, solution.value, solution.problem.unit, solution.verdict
+    return dict(zip(_FIELDS, values, strict=True))
+
+
+def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str, Any]) -> Report:
+    """One problem: the working, and what the book prints.
+
+    Args:
+        solution: ours.
+        answer: the reader's own, or None.
+        inputs: what was asked, with defaults.
+    """
+    problem, how = solution.problem, solution.explanation
+    printed = "none" if problem.printed is None else _with_unit(problem.printed, problem.unit)
+    known = ", ".join(f"{name}={_shown(value)}" for name, value in solution.values.items())
+    rows = [
+        ("formula", how.formula),
+        ("with numbers", how.substitution),
+        ("answer", _with_unit(solution.value, problem.unit)),
+        ("the book prints", f"{printed} ({VERDICTS[solution.verdict]})"),
+        ("given", known),
+    ]
+    varied = f"meshwise book {problem.id} --set {problem.variable[0]}=..." if problem.variable else ""
+    return Report(
+        command="book",
+        inputs=inputs,
+        answer=f"{problem.id}: {_with_unit(solution.value, problem.unit)}{_judged(solution, answer)}",
+        data={
+            **_answer(solution),
+            "question": problem.question,
+            "chapter": problem.chapter,
+            "kind": problem.kind,
+            "given": dict(problem.given),
+            "hardware": dict(problem.constants),
+            "changed": list(solution.changed),
+            "printed": problem.printed,
+            "tolerance": problem.tolerance,
+            "note": problem.note,
+            "url": problem.url,
+            "right": None if answer is None else solution.is_right(answer),
+        },
+        body=said(Text(problem.question), tabulate(_COLUMNS, rows), Text(problem.note) if problem.note else None),
+        assumed=(f"{problem.source}: {problem.url}",),
+        next_steps=said(f"other numbers: {varied}" if varied else None),
+        explanations=(how,),
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
+
+
+def _judged(solution: Solution, answer: str | None) -> str:
+    """What is to be said of the reader's own answer."""
+    if answer is None:
+        return ""
+    if solution.is_right(answer):
+        return f"; {answer} is right"
+    try:
+        ratio = float(answer) / float(solution.value)
+    except (ValueError, ZeroDivisionError):
+        return f"; {answer} is not right"
+    return f"; {answer} is not right: {ratio:.3g} times as much, the problem's unit is {solution.problem.unit}"
+
+
+def problems_report(solutions: Sequence[Solution], inputs: Mapping[str, Any]) -> Report:
+    """Several problems, a line each."""
+    columns: Columns = {
+        "!problem": "problem.id",
+        ">answer": lambda s: _with_unit(s.value, s.problem.unit),
+        ">the book": lambda s: "-" if s.problem.printed is None else _number(s.problem.printed),
+        "": lambda s: "" if s.verdict == "ours" else s.verdict,
+    }
+    counts = Counter(s.verdict for s in solutions)
+    return Report(
+        command="book",
+        inputs=inputs,
+        answer=f"{counted(len(solutions), 'problem')} answered: {_counted(counts)}",
+        data={"answers": [_answer(s) for s in solutions], "verdicts": dict(counts)},
+        body=(tabulate(columns, solutions, note=lambda s: s.problem.question),),
+        next_steps=(f"the working of one: meshwise book {solutions[0].problem.id}",),
+    )
+
+
+def chapters_report(solutions: Sequence[Solution], inputs: Mapping[str, Any]) -> Report:
+    """The chapters, with how our answers compare."""
+    by_chapter = {name: [s for s in solutions if s.problem.chapter == name] for name in CHAPTERS}
+    counts = Counter(s.verdict for s in solutions)
+    columns: Columns = {
+        "!chapter": "name",
+        ">problems": lambda row: f"{len(row['solutions']):,}",
+        "title": lambda row: CHAPTERS[row["name"]][1],
+        "for example": lambda row: row["solutions"][-1].problem.id,
+    }
+    rows = [{"name": name, "solutions": own} for name, own in by_chapter.items()]
+    return Report(
+        command="book",
+        inputs=inputs,
+        answer=f"{counted(len(solutions), 'problem')} of the book answered: {_counted(counts)}",
+        data={"answers": [_answer(s) for s in solutions], "verdicts": dict(counts)},
+        body=(tabulate(columns, rows), facts((name, f"{n}", VERDICTS[name]) for name, n in counts.items())),
+        next_steps=("the problems of a chapter: meshwise book roofline", "all of them: meshwise book --all"),
+    )
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in counts.items())
