@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwise.book.inference import slice_for, smallest_slice
-from meshwise.book.problems import Method, Derivation
+from meshwise.book.problems import Derivation, Method
 from meshwise.core.formula import Formula
 
 _CACHE_BYTES = "2*K*H*L*bytes"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwise.book.problems import Method, Derivation
+from meshwise.book.problems import Derivation, Method
 from meshwise.book.sharding import closes
 from meshwise.core.formula import Formula
 from meshwise.hardware import SliceRules, load_chip, networks

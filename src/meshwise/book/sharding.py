@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.book.problems import Method, Derivation
+from meshwise.book.problems import Derivation, Method
 from meshwise.core.errors import ShardingError
 from meshwise.hardware import Torus, parse_cluster
 from meshwise.sharding import CollectiveKind, Indices, Mesh, Sharding, alternatives, book_case

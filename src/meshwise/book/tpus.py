@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.book.problems import Method, Derivation
+from meshwise.book.problems import Derivation, Method
 from meshwise.hardware import Torus, parse_cluster
 
 
@@ -17,7 +17,8 @@ def wraps(values: Mapping[str, Any]) -> Derivation:
     rings = [axis.size for axis in network.axes if axis.wraps]
     every = len(rings) == len(values["shape"])
     found = "all" if every else "none" if not rings else f"the axis of {', '.join(map(str, rings))}"
-    return Derivation(found, "axes that close: 16 chips on v5e and v6e, multiples of 4 of a full cube on v4 and v5p", name)
+    rule = "axes that close: 16 chips on v5e and v6e, multiples of 4 of a full cube on v4 and v5p"
+    return Derivation(found, rule, name)
 
 
 _ONE_WAY = "V = prod(array)*bytes; "

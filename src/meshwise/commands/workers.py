@@ -7,6 +7,7 @@ Not here: what a task is (`sweep`, `simulate_serve`).
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -199,7 +200,7 @@ class RayCluster:
         if ray.is_initialized():  # a program that uses Ray itself
             return
         try:
-            ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+            ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             cause = " ".join(str(error).split())
             raise MeshwiseError(
