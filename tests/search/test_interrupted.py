@@ -7,6 +7,7 @@ import pytest
 from meshwise.cli.output import to_text
 from meshwise.commands.plan_train import PlanTrainRequest, compare_clusters
 from meshwise.commands.requests import validated
+from meshwise.core.errors import InfeasibleError
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
@@ -62,6 +63,33 @@ def test_the_best_so_far_is_the_answer():
     assert whole.search.gap == 0
     assert found.search.best[0].score / whole.search.best[0].score <= found.most_speedup
     assert whole.most_speedup > 1
+
+
+def test_a_limit_of_time_gives_the_best_so_far_or_says_that_nothing_is_proved(monkeypatch):
+    p = problem(MODEL, "h100:16")
+    with pytest.raises(InfeasibleError, match="nothing is proved"):
+        plan_training(p, time_limit=0)
+    whole = plan_training(p, top=2).search.best[0].score
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr(search_module.time, "monotonic", clock)
+    seen = set()
+    for limit in range(2, 100, 12):  # stopped at each of these looks at the clock
+        now = 0.0
+        try:
+            found = plan_training(p, top=2, time_limit=limit).search
+        except InfeasibleError:
+            seen.add("nothing")
+            continue
+        seen.add("best so far" if not found.complete else "proved")
+        assert 1 - whole / found.best[0].score <= found.gap + 1e-9
+        assert not (found.complete and found.gap)
+    assert seen >= {"nothing", "best so far"}
 
 
 def test_the_fewest_chips_so_far_are_the_answer():

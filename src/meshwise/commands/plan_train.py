@@ -6,6 +6,7 @@ Not here: words and pictures (`report`).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +136,7 @@ class PlanTrainRequest(TrainRequest):
 
 
 @command(PlanTrainRequest)
-def plan_train(request: PlanTrainRequest, *, progress: Tell = silent) -> PlanResult:
+def plan_train(request: PlanTrainRequest, *, progress: Tell = silent, time_limit: float | None = None) -> PlanResult:
     """Find the best layouts for a training job: what `meshwise plan train` answers, as values.
 
     >>> import meshwise
@@ -146,6 +147,8 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent) -> PlanRes
 
     Args:
         progress: told a line now and then.
+        time_limit: seconds after which searching ends with the best so far; `search.gap` says how good that is. None
+            for as long as it takes.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits.
@@ -153,16 +156,26 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent) -> PlanRes
     problem = request.problem()
     constraints = request.constraints(problem)
     goal = request.objective
-    planning = plan_training(problem, objective=goal, top=request.top, constraints=constraints, progress=progress)
+    planning = plan_training(
+        problem,
+        objective=goal,
+        top=request.top,
+        constraints=constraints,
+        progress=progress,
+        time_limit=time_limit,
+    )
     if not request.sensitivity or not planning.search.complete:
         return planning
     return replace(planning, sensitivity=sensitivity(planning, objective=goal, progress=progress))
 
 
-def compare_clusters(request: PlanTrainRequest, *, progress: Tell = silent) -> dict[str, PlanResult | str]:
+def compare_clusters(
+    request: PlanTrainRequest, *, progress: Tell = silent, time_limit: float | None = None
+) -> dict[str, PlanResult | str]:
     """Plan on each of the clusters that `--on a,b,c` names; where there is no plan, its reason.
 
     Interrupted (KeyboardInterrupt) after something was found, it gives that; other clusters are NOT_SEARCHED.
+    Each gets an even share of the seconds of `time_limit` that are left.
 
     Raises:
         MeshwiseError: a cluster that cannot be found, or given twice.
@@ -174,9 +187,15 @@ def compare_clusters(request: PlanTrainRequest, *, progress: Tell = silent) -> d
     for one in one_each.values():  # refused before anything is searched
         one.problem()
     found: dict[str, PlanResult | str] = {}
-    for name, one in one_each.items():
+    started = time.monotonic()
+    for i, (name, one) in enumerate(one_each.items()):
+        left = math.inf if time_limit is None else started + time_limit - time.monotonic()
+        share = None if time_limit is None else max(0.0, left) / (len(one_each) - i)
+        until = time.monotonic() + (math.inf if share is None else share)
         try:
-            found[name] = planned = plan_train.answer(one, progress=lambda line, name=name: progress(f"{name}: {line}"))
+            found[name] = planned = plan_train.answer(
+                one, progress=lambda line, name=name: progress(f"{name}: {line}"), time_limit=share
+            )
         except (InfeasibleError, LayoutError) as error:
             found[name] = str(error)
         except KeyboardInterrupt:
@@ -184,7 +203,7 @@ def compare_clusters(request: PlanTrainRequest, *, progress: Tell = silent) -> d
                 raise
             break
         else:
-            if planned.search.interrupted_on:
+            if planned.search.interrupted_on and time.monotonic() < until:  # by Ctrl-C
                 break
     found |= {name: NOT_SEARCHED for name in one_each if name not in found}
     if all(isinstance(p, str) for p in found.values()):
@@ -228,11 +247,20 @@ def scale_train(request: PlanTrainRequest, *, progress: Tell = silent) -> Scalin
     return scale_training(problem, constraints=request.constraints(problem), progress=progress)
 
 
+#: Seconds that a search may take while somebody waits at a terminal.
+_PATIENCE = 60.0
+
+
 class _Further(Request):
     """What the command line adds."""
 
-    sections: ClassVar = {"Search": ("scaling", "verify"), "Output": ("save", "svg")}
+    sections: ClassVar = {"Search": ("time_limit", "scaling", "verify"), "Output": ("save", "svg")}
 
+    time_limit: Annotated[float, Quantity("time", parse_duration, format_duration, "60s")] | None = Field(
+        default=None, gt=0
+    )
+    """End the search of a plan after this time with the best so far, and say how far it may be from the best possible;
+    on a terminal by default after a minute. Several clusters share it."""
     scaling: Annotated[bool, Flag(name="--scaling")] = False
     """Plan for 1, 2, 4, ... chips: MFU against chips, and where strong scaling ends."""
     verify: int | None = Field(default=None, ge=1)
@@ -274,15 +302,17 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
       meshwise plan train gemma-3-27b --on v6e:16x16 \\
         --batch-tokens 2Mi --seq-len 8192
 
-    Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search shows the best so far, with exit code
-    0, and what was not searched; 130 when there is none yet.
+    Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search, or the end of its time
+    (--time-limit), shows the best so far, with exit code 0, and what was not searched. When there is none yet: 130, or 3.
     """  # noqa: D301  (click's mark for lines that stay as they are)
+    if further.time_limit is None and screen.terminal_progress is not None:  # somebody waits
+        further = further.model_copy(update={"time_limit": _PATIENCE})
     several = len(request.clusters) > 1
     further.check(several=several)
     if not several and not further.scaling:
         return _show_plans_of_one(screen, request, further)
     if several:
-        compared = compare_clusters(request, progress=screen.progress)
+        compared = compare_clusters(request, progress=screen.progress, time_limit=further.time_limit)
         write_file("--svg", further.svg, lambda: comparison_svg(compared))
         screen.show(comparison_report(compared, request.echo()))
     else:
@@ -294,7 +324,7 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
 
 def _show_plans_of_one(screen: Screen, request: PlanTrainRequest, further: _Further) -> int | None:
     """Search one cluster; compile the best plans, if that is asked for."""
-    planning = plan_train.answer(request, progress=screen.progress)
+    planning = plan_train.answer(request, progress=screen.progress, time_limit=further.time_limit)
     inputs = request.echo_resolved(planning.plans[0].problem)
     inputs |= {"max_memory": planning.memory_share, "verify": further.verify}
     verified: tuple[VerifiedPlan, ...] = ()

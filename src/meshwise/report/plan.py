@@ -48,7 +48,7 @@ from meshwise.report.plan_details import (
 )
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, counted, picked, plain, said, spaced, table, tabulate, words
-from meshwise.search import Found, Plan, PlanResult
+from meshwise.search import Found, Plan, PlanResult, SearchResult
 from meshwise.search.diagnosis import Change, Measured
 from meshwise.sharding.layout import choice_list, choice_words, layout_words
 
@@ -68,15 +68,14 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
     return Report(
         command="plan train",
         inputs=inputs,
-        answer=f"{'Best' if search.complete else 'Best so far'}: {_answer(best)}"
-        + (f", {cost} a billion tokens" if cost_matters else ""),
+        answer=f"{_how_good(search)}: {_answer(best)}" + (f", {cost} a billion tokens" if cost_matters else ""),
         data={
             "plans": [plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
             "rejected": [picked(r, "name reason slowdown memory_bytes fits") for r in planning.rejected],
             **({"sensitivity": sensitivity_data(planning.sensitivity)} if planning.sensitivity else {}),
             "pareto_front": [_found_data(found) for found in search.front],
-            "search": picked(search, "strategies priced covered infeasible complete")
+            "search": picked(search, "strategies priced covered infeasible complete gap")
             | {"interrupted_on_chips": search.interrupted_on or None, "most_speedup": plain(planning.most_speedup)}
             | picked(search, "cpu_s"),
         },
@@ -108,6 +107,13 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
         next_steps=_next_steps(best, front=planning.constraints.front),
         details=lambda: plan_details(best),
     )
+
+
+def _how_good(search: SearchResult) -> str:
+    """How the best plan is introduced."""
+    if search.complete:
+        return "Best"
+    return f"Best possible within {format_percent(search.gap)}, not proved" if search.gap else "Best so far"
 
 
 def _stopped(planning: PlanResult) -> tuple[RenderableType, ...]:

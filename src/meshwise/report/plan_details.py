@@ -162,9 +162,9 @@ def interrupted_words(planning: PlanResult) -> str:
     """What an interrupted search did not look at."""
     search = planning.search
     return (
-        f"The search was interrupted while it searched {counted(search.interrupted_on, 'chip')}, after "
+        f"The search ended early, while it searched {counted(search.interrupted_on, 'chip')}, after "
         f"{search.strategies:,} layouts: there and on smaller parts of the cluster better ones may be left, "
-        f"at most {planning.most_speedup:.3g} x as fast (if chips only computed)."
+        f"at most {1 / max(1 - search.gap, 1 / planning.most_speedup):.3g} x as good as this one."
     )
 
 

@@ -35,6 +35,7 @@ class Wanted:
         top: how many kinds of layout to rank.
         space: what is searched, limits of seconds included.
         progress: told a line now and then.
+        until: when it ends, on `time.monotonic`'s clock.
     """
 
     problem: TrainingProblem
@@ -43,6 +44,7 @@ class Wanted:
     top: int
     space: SearchSpace
     progress: Callable[[str], None]
+    until: float = math.inf
 
     @property
     def without_limits(self) -> Wanted:
@@ -56,7 +58,7 @@ class Wanted:
     def search(self, fabrics: Iterable[Fabric]) -> SearchResult:
         """Search these networks."""
         given = self.problem, fabrics, self.space
-        return search(*given, objective=self.objective, top=self.top, progress=self.progress)
+        return search(*given, objective=self.objective, top=self.top, progress=self.progress, until=self.until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ def find_best(wanted: Wanted) -> Outcome:
     if not over:
         return Outcome(result)
     if not result.complete:  # no second search after an interruption
-        return Outcome(replace(result, best=tuple(f for f in result.best if f not in over)), over)
+        best = tuple(f for f in result.best if f not in over)
+        lower = (1 - result.gap) * result.best[0].score
+        return Outcome(replace(result, best=best, gap=1 - lower / best[0].score if best else 1.0), over)
     limited = _search_parts(wanted)
     front = tuple(f for f in result.front if wanted.keeps_limits(f))
     counted = _summed([result, limited], limited)
@@ -150,7 +154,8 @@ def find_fewest(wanted: Wanted) -> Outcome:
         nearest = sorted((f for r in tried for f in r.best), key=lambda f: f.seconds_per_token)
         return Outcome(_summed(tried, replace(tried[-1], best=())), tuple(nearest[:1]))
     if interrupted_on:
-        return Outcome(replace(_summed(tried, kept[1]), complete=False, interrupted_on=interrupted_on))
+        gap = 1 - 1 / math.prod(kept[0].sizes)  # fewer chips may do, down to one
+        return Outcome(replace(_summed(tried, kept[1]), complete=False, interrupted_on=interrupted_on, gap=gap))
     return Outcome(replace(wanted, objective="time").search([kept[0]]))
 
 

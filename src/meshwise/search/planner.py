@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.core.errors import LayoutError, UnknownNameError
+from meshwise.core.errors import InfeasibleError, LayoutError, UnknownNameError
 from meshwise.core.explanation import Answer
+from meshwise.core.units import format_time
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline
@@ -27,7 +29,7 @@ from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, 
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
 from meshwise.search.reasons import winner_reasons
-from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
+from meshwise.search.search import OBJECTIVES, OutOfTime, SearchResult, SearchSpace, search
 from meshwise.search.space import Limits, parts_of
 from meshwise.search.tools import Tool
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest, layout_words
@@ -95,11 +97,12 @@ def plan_training(
     top: int = 5,
     constraints: Constraints | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    time_limit: float | None = None,
     **asked: Any,
 ) -> PlanResult:
     """Find the best training plans.
 
-    Interrupted (KeyboardInterrupt) after something was found, it gives the best so far.
+    Interrupted (KeyboardInterrupt), or out of time, after something was found, it gives the best so far.
 
     Args:
         problem: model, job, cluster, calibration.
@@ -107,9 +110,11 @@ def plan_training(
         top: how many plans to return.
         constraints: what is fixed, forbidden and limited; or its fields as arguments, `fixed={"tensor": 8}`.
         progress: told a line now and then.
+        time_limit: seconds after which searching ends; None for as long as it takes.
 
     Raises:
-        InfeasibleError: nothing can be placed, nothing fits, or no part of the cluster keeps the limits.
+        InfeasibleError: nothing can be placed, nothing fits, no part of the cluster keeps the limits, or nothing was
+            found in time.
         LayoutError: constraints that contradict each other, or lack what they need.
         MeshwiseError: a share that is none.
         UnknownNameError: an objective, an axis or a choice that does not exist.
@@ -119,18 +124,28 @@ def plan_training(
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
     _check_constraints(problem, constraints)
     whole = problem.network
+    until = math.inf if time_limit is None else time.monotonic() + time_limit
     for space in asked_spaces(problem, constraints):
-        wanted = Wanted(problem, constraints, objective, top, space, progress)
-        outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
+        wanted = Wanted(problem, constraints, objective, top, space, progress, until)
+        try:
+            outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
+        except OutOfTime:
+            raise _nothing_in_time(problem, time_limit) from None
         if outcome.result.best:
             break
     result, share = outcome.result, space.memory_share
     if not result.best and result.interrupted_on:
+        if time.monotonic() > until:
+            raise _nothing_in_time(problem, time_limit)
         raise KeyboardInterrupt
     if not result.best:
         raise too_much(wanted, outcome) if outcome.over else nothing_found(problem, result, constraints, share)
-    told_apart = constraints.within and objective in OBJECTIVES and not result.interrupted_on
-    simple = _simplest(wanted, result.best[0]) if told_apart else None
+    simple = None
+    if constraints.within and objective in OBJECTIVES and result.complete:
+        try:
+            simple = _simplest(wanted, result.best[0])
+        except KeyboardInterrupt:  # the fastest is known, whether a simpler one is as good is not
+            result = replace(result, complete=False, interrupted_on=result.best[0].layout.num_chips)
     ranked = [*([simple] if simple else []), *(f for f in result.best if simple is None or f.layout != simple.layout)]
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in ranked[:top])
     others = baselines(plans[0], plans, whole, memory_share=share)
@@ -146,6 +161,14 @@ def plan_training(
         most_speedup=result.best[0].seconds_per_token
         * min(problem.cluster.num_chips, constraints.max_chips or math.inf)
         / ideal_chip_seconds_per_token(problem, space.choices),
+    )
+
+
+def _nothing_in_time(problem: TrainingProblem, time_limit: float | None) -> InfeasibleError:
+    """What to say where the time was up before a plan was found."""
+    return InfeasibleError(
+        f"no plan of {problem.model.name} on {problem.cluster.name} was found in {format_time(time_limit or 0.0)}; "
+        "nothing is proved, there may be one: raise --time-limit, or fix a part of the layout (--fix)"
     )
 
 
