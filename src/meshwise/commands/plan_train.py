@@ -303,7 +303,7 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
         --batch-tokens 2Mi --seq-len 8192
 
     Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search, or the end of its time
-    (--time-limit), shows the best so far, with exit code 0, and what was not searched. When there is none yet: 130, or 3.
+    (--time-limit), shows the best so far, with exit code 0, and what was not searched. Without a plan: 130, or 3.
     """  # noqa: D301  (click's mark for lines that stay as they are)
     if further.time_limit is None and screen.terminal_progress is not None:  # somebody waits
         further = further.model_copy(update={"time_limit": _PATIENCE})
