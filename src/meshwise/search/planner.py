@@ -140,12 +140,7 @@ def plan_training(
         raise KeyboardInterrupt
     if not result.best:
         raise too_much(wanted, outcome) if outcome.over else nothing_found(problem, result, constraints, share)
-    simple = None
-    if constraints.within and objective in OBJECTIVES and result.complete:
-        try:
-            simple = _simplest(wanted, result.best[0])
-        except KeyboardInterrupt:  # the fastest is known, whether a simpler one is as good is not
-            result = replace(result, complete=False, interrupted_on=result.best[0].layout.num_chips)
+    simple, result = _simplest_in_time(wanted, result)
     ranked = [*([simple] if simple else []), *(f for f in result.best if simple is None or f.layout != simple.layout)]
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in ranked[:top])
     others = baselines(plans[0], plans, whole, memory_share=share)
@@ -170,6 +165,16 @@ def _nothing_in_time(problem: TrainingProblem, time_limit: float | None) -> Infe
         f"no plan of {problem.model.name} on {problem.cluster.name} was found in {format_time(time_limit or 0.0)}; "
         "nothing is proved, there may be one: raise --time-limit, or fix a part of the layout (--fix)"
     )
+
+
+def _simplest_in_time(wanted: Wanted, result: SearchResult) -> tuple[Found | None, SearchResult]:
+    """The simplest plan that is as good as the best, if one is asked for; the result says whether time was left."""
+    if not (wanted.constraints.within and wanted.objective in OBJECTIVES and result.complete):
+        return None, result
+    try:
+        return _simplest(wanted, result.best[0]), result
+    except KeyboardInterrupt:  # the fastest is known, whether a simpler one is as good is not
+        return None, replace(result, complete=False, interrupted_on=result.best[0].layout.num_chips)
 
 
 def _simplest(wanted: Wanted, best: Found) -> Found | None:
