@@ -5,8 +5,10 @@ import json
 import pytest
 
 import meshwise
+from meshwise.commands.estimate_serve import EstimateServeRequest
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.search import Plan, plan_training
+from meshwise.search.plan import ServingPlan
 from tests.costs.small_problems import FEW, tiny
 from tests.search.asked import estimate, planned, problem
 
@@ -81,3 +83,37 @@ def test_a_plan_of_another_network_is_refused():
     text = planned().plans[0].to_json().replace('"name": "nvlink"', '"name": "x"')
     with pytest.raises(ConfigError, match="plan JSON: fabric names"):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda wires: wires.pop("data"), "layout.wires: data=64 lies nowhere"),
+        (lambda wires: wires.update(data=[1, 64]), "dimension y of the network has 8 chips, the wires use 64"),
+        (lambda wires: wires.update(data=[64]), "wires.data: expected 2 extents, one for each dimension"),
+        (lambda wires: wires.update(data=[]), "wires of data multiply to 1, but data is 64"),
+    ],
+)
+def test_wires_that_leave_out_an_axis_or_lie_off_the_network_are_refused(change, words):
+    plan = estimate(problem(cluster="v5e:8x8", batch_tokens="512Ki", seq_len="2048"), "data=64")
+    changed = json.loads(plan.to_json())
+    change(changed["layout"]["wires"])
+    with pytest.raises(MeshwiseError, match=words):
+        Plan.from_json(json.dumps(changed))
+
+
+def test_a_serving_plan_of_more_chips_than_there_are_is_refused():
+    given = {"on": "h100:8", "prompt": 512, "output": 64, "batch": 8, "layout": "tensor=4,replicas=2"}
+    saved = json.loads(EstimateServeRequest(model="llama-3-8b", **given).plan().to_json())
+    assert ServingPlan.from_json(json.dumps(saved)).setup.num_chips == 8
+    for step in ("prefill", "decode"):
+        saved["setup"][step]["replicas"] = 100
+    with pytest.raises(MeshwiseError, match="its engines need 400 chips, h100:8 has 8"):
+        ServingPlan.from_json(json.dumps(saved))
+
+
+def test_numbers_that_are_too_long_or_nested_too_deeply_are_refused():
+    text = planned().plans[0].to_json()
+    for bad in ("9" * 5000, "[" * 500 + "]" * 500, "NaN"):
+        with pytest.raises(MeshwiseError):
+            Plan.from_json(text.replace('"seq_len": 8192.0', f'"seq_len": {bad}'))

@@ -99,7 +99,7 @@ def test_json_may_leave_out_what_is_as_usual() -> None:
         (Layout(fsdp=16, tensor=4), "fsdp=16,tensor=4,micro_batch=1,num_microbatches=1,remat=full"),
         (
             Layout(stage=2, data=4, zero=1, tensor=8, sequence_parallel=False, micro_batch=2, num_microbatches=8),
-            "stage=2,data=4,tensor=8,zero=1,sequence_parallel=off,micro_batch=2,num_microbatches=8,remat=full",
+            "stage=2,data=4,tensor=8,zero=1,sequence_parallel=off,schedule=1f1b,micro_batch=2,num_microbatches=8,remat=full",
         ),
         (
             Layout(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.core.files import parse_json, read_whole, write_whole
 from meshwise.search.plan import Plan, ServingPlan, kind_of
 
 P = TypeVar("P", Plan, ServingPlan)
@@ -40,11 +40,10 @@ def read_text(what: str, file: str | os.PathLike[str], hint: str, expected: str 
     Raises:
         MeshwiseError: there is no such file; ConfigError: it holds no text.
     """
-    path = Path(file)
     try:
-        return path.read_text(encoding="utf-8")
+        return read_whole(file)
     except OSError as error:
-        more = "" if path.exists() else f"; {hint}"
+        more = "" if os.path.lexists(os.fspath(file).replace("\0", "")) else f"; {hint}"
         raise MeshwiseError(f"{what} {str(file)!r}: {error.strerror}{more}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{what} {str(file)!r}: expected {expected}, found no text") from None
@@ -53,7 +52,7 @@ def read_text(what: str, file: str | os.PathLike[str], hint: str, expected: str 
 def kind_of_plan(file: str | os.PathLike[str]) -> str | None:
     """What a file holds a plan of, "training" or "serving"; None if it cannot be read or holds none."""
     try:
-        return kind_of(json.loads(Path(file).read_text(encoding="utf-8")))
+        return kind_of(parse_json(read_whole(file), str(file), finite=False))
     except (OSError, ValueError):
         return None
 
@@ -83,7 +82,7 @@ def write_file(flag: str, file: Path | None, text: Callable[[], str]) -> None:
         return
     made = text()
     try:
-        file.write_text(made, encoding="utf-8")
+        write_whole(file, made)
     except OSError as error:
         raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
 

@@ -20,13 +20,42 @@ an `AssertionError` or anything else that escapes it is ours.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+#: Characters that a message shows of what it was given.
+_MOST_QUOTED = 200
+#: A long text in quotes, which an apostrophe does not begin; or a long word.
+_QUOTE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{_MOST_QUOTED},}}\1|\S{{{5 * _MOST_QUOTED},}}""")
+
+
+def quoted(value: object) -> str:
+    """A value as a message shows it: as Python writes it, at most 200 characters.
+
+    >>> quoted("h100"), len(quoted("x" * 1000)), quoted(10**5000)
+    ("'h100'", 200, 'a whole number of thousands of digits')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python's limit on the digits of a whole number
+        return "a whole number of thousands of digits"
+    except RecursionError:
+        return "something that is nested too deeply"
+    return text if len(text) <= _MOST_QUOTED else f"{text[: _MOST_QUOTED - 4]}...{text[-1]}"
+
+
+def _short(message: str) -> str:
+    """The message, quotes cut to what `quoted` leaves."""
+    return _QUOTE.sub(lambda m: f"{m[0][: _MOST_QUOTED - 4]}...{m[0][-1]}", message) if len(message) > 200 else message
 
 
 class MeshwiseError(ValueError):
     """Anything that a user can mend. `exit_code` is what the command line returns."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return _short(super().__str__())
 
 
 class UnitError(MeshwiseError):
@@ -37,8 +66,10 @@ class NotationError(MeshwiseError):
     """An expression that does not parse; shows the text with a caret under the character at fault."""
 
     def __init__(self, message: str, text: str, position: int) -> None:
-        self.text = text
-        self.position = position
+        begin = max(0, position - _MOST_QUOTED // 2) if len(text) > _MOST_QUOTED else 0
+        self.text = text[begin : begin + _MOST_QUOTED]
+        self.position = position - begin
+        text, position = self.text, self.position
         super().__init__(f"{message}\n    {text}\n    {' ' * position}^")
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.files import write_whole
 from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
 from meshwise.costs.collectives import wire_time
 from meshwise.costs.fabric import Dimension, Fabric
@@ -208,8 +209,7 @@ def write_new(path: Path, text: str) -> None:
         MeshwiseError: the file exists, or cannot be written.
     """
     try:
-        with path.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
+        write_whole(path, text, new=True)
     except FileExistsError:
         raise MeshwiseError(f"{path}: there is a file already; nothing was overwritten, give another name") from None
     except OSError as error:

@@ -312,7 +312,7 @@ def header_lines(choices: Choices, title: str, version: str, notes: Iterable[str
     cluster = choices.problem.cluster
     return [
         f"{choices.model.name} on {choices.layout.num_chips:,} x {cluster.chip.title}, a plan of meshwise",
-        f"layout: {choices.layout}",
+        f"layout: {choices.layout.line(experts=choices.mixture)}",
         f"batch: {choices.layout.sequences:,} sequences of {choices.seq_len:,} tokens a step",
         f"precision {choices.job.precision}, optimizer {choices.job.optimizer}",
         f"written for {title}: {version}",

@@ -5,13 +5,13 @@ Not here: what the rows mean (`schema`) and names typed on a command line (`name
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from meshwise.core.errors import ClusterError, ConfigError
+from meshwise.core.files import parse_toml, read_whole
 from meshwise.hardware.chip import Chip
 from meshwise.hardware.cluster import Cluster
 from meshwise.hardware.names import assemble, reprice
@@ -110,7 +110,7 @@ def load_cluster_file(path: str | Path) -> Cluster:
         ClusterError, UnknownNameError: a cluster that cannot exist, a name that no catalog holds.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_whole(path)
     except FileNotFoundError:
         raise ConfigError(f"cluster file {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -126,10 +126,7 @@ def read_cluster(text: str, *, name: str, where: str) -> Cluster:
         name: of the cluster, unless the text gives one.
         where: what errors call the text.
     """
-    try:
-        row = validate(_ClusterRow, tomllib.loads(text), where)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster file {where!r} is not TOML: {error}") from None
+    row = validate(_ClusterRow, parse_toml(text, f"cluster file {where!r}"), where)
     chip = load_chip(row.chip) if isinstance(row.chip, str) else _own_chip(row.chip, where)
     name = row.name or name
     try:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, UnknownNameError
+from meshwise.core.files import parse_toml
 from meshwise.core.units import parse_bandwidth, parse_bytes, parse_duration, parse_flops_per_s
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.network import Level
@@ -21,7 +22,6 @@ from meshwise.hardware.trees import Fabric, FabricLevel
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -288,7 +288,9 @@ class Machine:
 def _files() -> tuple[Mapping[str, Any], ...]:
     """Read the data files, each a table of kinds ("source", "chip", ...) of named rows."""
     folder = sorted(resources.files("meshwise.hardware").joinpath("data").iterdir(), key=lambda path: path.name)
-    return tuple(tomllib.loads(file.read_text(encoding="utf-8")) for file in folder if file.name.endswith(".toml"))
+    return tuple(
+        parse_toml(file.read_text(encoding="utf-8"), file.name) for file in folder if file.name.endswith(".toml")
+    )
 
 
 @cache

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 from meshwise.core.errors import ConfigError, UnknownNameError
+from meshwise.core.files import parse_toml
 from meshwise.models.families.dimensions import DIMENSION_SUFFIXES, looks_like_dimensions
 from meshwise.models.gguf_metadata import config_of_gguf
 from meshwise.models.model import Model, Source
@@ -43,7 +43,7 @@ class CatalogEntry:
 @cache
 def catalog() -> tuple[CatalogEntry, ...]:
     """All built-in models, in order of name."""
-    table = tomllib.loads((_DATA / "models.toml").read_text(encoding="utf-8"))
+    table = parse_toml((_DATA / "models.toml").read_text(encoding="utf-8"), "models.toml")
     entries = (
         CatalogEntry(
             name=name,

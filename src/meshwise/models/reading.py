@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwise.core import files
 from meshwise.core.errors import ConfigError
 from meshwise.models.families import FAMILIES, NOT_YET, Family, Reading, Towered, read_family
 from meshwise.models.families.dimensions import parse_dimensions
@@ -28,26 +29,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     Raises:
         ConfigError: with line and column when it is torn, or when it is no object.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [k for k, _ in pairs]
-        twice = next((k for k in keys if keys.count(k) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{where}: key {twice!r} appears twice; keep one")
-        return dict(pairs)
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as e:
-        raise ConfigError(
-            f"{where}: not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}; is the file complete?"
-        ) from None
-    except ConfigError:
-        raise
-    except ValueError:  # Python's limit on the digits of a whole number
-        raise ConfigError(f"{where}: not a configuration: a number has thousands of digits") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: not a configuration: nested too deeply") from None
+    value = files.parse_json(text, where, finite=False)  # some bound time steps by infinity
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a JSON object with keys such as 'model_type', found {_found(value)}")
     return value

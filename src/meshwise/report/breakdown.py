@@ -150,7 +150,7 @@ def plan_data(row: Plan) -> dict[str, Any]:
     choices = {k: v for k, v in row.layout.to_json().items() if k not in row.layout.sizes}
     return {
         "layout": dict(row.layout.sizes),
-        "layout_text": str(row.layout),
+        "layout_text": row.line,
         "choices": choices,
         "network": [picked(d, "name size") for d in row.fabric.dimensions],
         "runs_in": list(runs_in(row)),

@@ -46,7 +46,7 @@ def change_data(changes: Sequence[Change[Plan]]) -> list[dict[str, Any]]:
     return [
         {
             "change": c.what,
-            "layout_text": str(c.plan.layout),
+            "layout_text": c.plan.line,
             **picked(c, "speedup step_time_s=plan.estimate.step_time.expected"),
             "memory_bytes": c.plan.estimate.memory["total"],
         }

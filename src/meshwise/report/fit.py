@@ -115,7 +115,7 @@ def _serving_data(fit: ServingFit) -> dict[str, Any]:
 
 def _training_data(fit: TrainingFit) -> dict[str, Any]:
     return {
-        "layout_text": str(fit.plan.layout),
+        "layout_text": fit.plan.line,
         **picked(fit, "precision fine_tune state_bytes=state memory_bytes=plan.estimate.memory.total"),
         **picked(fit, "largest_micro_batch=micro_batch longest_sequence_tokens=context"),
     }

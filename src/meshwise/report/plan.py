@@ -74,7 +74,7 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
             "reasons": list(planning.reasons),
             "rejected": [picked(r, "name reason slowdown memory_bytes fits") for r in planning.rejected],
             **({"sensitivity": sensitivity_data(planning.sensitivity)} if planning.sensitivity else {}),
-            "pareto_front": [_found_data(found) for found in search.front],
+            "pareto_front": [_found_data(found, best) for found in search.front],
             "search": picked(search, "strategies priced covered infeasible complete gap")
             | {"interrupted_on_chips": search.interrupted_on or None, "most_speedup": plain(planning.most_speedup)}
             | picked(search, "cpu_s"),
@@ -236,7 +236,7 @@ def _subject(plan: Plan) -> str:
     tokens = "" if job.tokens is None else f", {format_count(job.tokens)} tokens"
     lines = [
         f"{plan.problem.model.name} on {plan.estimate.num_chips:,} x {cluster.chip.title}{tokens}",
-        f"layout: {spaced(plan.layout)}",
+        f"layout: {spaced(plan.line)}",
     ]
     if plan.estimate.tokens != job.batch_tokens:
         change = 100 * (plan.estimate.tokens / job.batch_tokens - 1)
@@ -317,10 +317,10 @@ def _next_steps(plan: Plan, *, front: bool) -> tuple[str, ...]:
     )
 
 
-def _found_data(found: Found) -> dict[str, Any]:
+def _found_data(found: Found, best: Plan) -> dict[str, Any]:
     return {
         "layout": dict(found.layout.sizes),
-        "layout_text": str(found.layout),
+        "layout_text": found.layout.line(experts=bool(best.problem.model.mixtures)),
         **picked(found, "num_chips=layout.num_chips time_s_per_token=seconds_per_token memory_bytes"),
     }
 

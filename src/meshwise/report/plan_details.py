@@ -151,7 +151,7 @@ def sensitivity_data(found: Sequence[Sensitivity]) -> list[dict[str, Any]]:
     return [
         {
             **picked(s, "name change slowdown kept_slowdown same_plan"),
-            "layout_text": None if s.best is None else str(s.best.layout),
+            "layout_text": None if s.best is None else s.best.line,
             "reason": s.reason,
         }
         for s in found

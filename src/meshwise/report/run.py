@@ -105,7 +105,7 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
             **picked(result, "hardware num_devices software chip losses seconds"),
             **picked(result, "first_step=first last_step=last saved_steps=saved compile_s=compile_seconds"),
             "planned_chip": chip,
-            "layout": str(result.plan.layout),
+            "layout": result.plan.line,
             "tokens_per_step": result.plan.estimate.tokens,
             "measured": picked(result, _MEASURED),
             "predicted": picked(result.plan.estimate, _PREDICTED),
@@ -232,7 +232,7 @@ def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report
                 "time_to_first_token_s=first_seconds time_per_token_s=token_seconds",
                 "least_time_to_first_token_s=least_first_seconds least_time_per_token_s=least_seconds",
             ),
-            "layout": str(result.plan.layout),
+            "layout": result.plan.line,
         },
         body=(" ".join(map(str, result.tokens)) if result.text is None else result.text, _token_times(result)),
         assumed=(

@@ -197,7 +197,7 @@ def _verified_data(row: VerifiedPlan) -> dict[str, Any]:
     found = row.found
     return {
         "rank": row.rank,
-        "layout": str(row.plan.layout),
+        "layout": row.plan.line,
         **picked(row, "fits=found.fits predicted_bytes=found.predicted_total"),
         "compiled_bytes": None if found is None else found.peak,
         "unexplained_share_of_received": None if found is None or found.peak is None else found.unexplained_share,

@@ -356,11 +356,11 @@ def predict_training(run: TrainingRun, calibration: str = "fitted") -> TrainingP
     try:
         scenario = build_scenario(run, calibration)
         measured = measured_bytes(run) if run.is_memory else measured_seconds(run, scenario.problem.model)
-        plan = estimate_layout(scenario.problem, scenario.layout).plans[0]
+        plan = estimate_layout(scenario.problem, scenario.layout, memory_share=1.0).plans[0]
         # Brackets: its recomputation is from another source than the measurement's.
         if not plan.estimate.fits and "[" in run.recompute and "remat" in scenario.layout.choices:
             scenario = scenario.without_recompute()
-            plan = estimate_layout(scenario.problem, scenario.layout).plans[0]
+            plan = estimate_layout(scenario.problem, scenario.layout, memory_share=1.0).plans[0]
     except MeshwiseError as error:
         return Refusal(run, str(error))
     estimate, step, likely = plan.estimate, plan.estimate.step_time, None

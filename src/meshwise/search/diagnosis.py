@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.spread import likely_interval, relative_spread, uncertainty_sources
 from meshwise.search.plan import Plan
-from meshwise.search.planner import check_request, search_layout
+from meshwise.search.planner import MAX_MEMORY, check_request, is_usual, search_layout
 from meshwise.search.tools import Tool
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest, parse_layout
 from meshwise.sharding.remat import REMAT_POLICIES
@@ -90,16 +90,16 @@ def single_changes(plan: Plan, tools: Sequence[Tool] = (), *, most: int = 3) -> 
         most: how many to return.
     """
     takers = tuple(tools) if any(t.runs(plan.layout) for t in tools) else ()
-    tried = list(_tried(plan, takers))
+    tried = list(_tried(plan, takers, MAX_MEMORY if is_usual(plan) else 1.0))
     if not plan.estimate.fits and not tried:
         leanest = sorted(_tried(plan, takers, math.inf), key=lambda one: one[2].estimate.memory["total"])[:_LEANEST]
-        tried = [(kind, f"{first}, {what}", p) for kind, first, q in leanest for _, what, p in _tried(q, takers)]
+        tried = [(kind, f"{first}, {what}", p) for kind, first, q in leanest for _, what, p in _tried(q, takers, 1.0)]
     speed = plan.estimate.tokens_per_s
     changes = ((kind, Change(what, p, p.estimate.tokens_per_s / speed)) for kind, what, p in tried)
     return gaining(changes, plan, lambda p: p.layout.replace(wires=None), most=most, fits=plan.estimate.fits)
 
 
-def _tried(plan: Plan, tools: tuple[Tool, ...], memory_share: float = 1.0) -> Iterator[tuple[str, str, Plan]]:
+def _tried(plan: Plan, tools: tuple[Tool, ...], memory_share: float) -> Iterator[tuple[str, str, Plan]]:
     """Kind, words and plan of each change that can be placed, and fits in that share of the memory."""
     problem = replace(plan.problem, job=plan.problem.job.model_copy(update={"batch_slack": 0.0}))
     for kind, what, request in _requests(plan):
@@ -115,7 +115,7 @@ def _tried(plan: Plan, tools: tuple[Tool, ...], memory_share: float = 1.0) -> It
 def _requests(plan: Plan) -> Iterator[tuple[str, str, LayoutRequest]]:
     """Kind, words and request of each change; how many microbatches there are follows from the others."""
     layout = plan.layout
-    written = parse_layout(str(layout), num_chips=layout.num_chips)
+    written = parse_layout(plan.line, num_chips=layout.num_chips)
     kept = {**written.choices, "zero": layout.zero, "fully_sharded": layout.fully_sharded}
     del kept["num_microbatches"]
     asked = replace(written, choices=_meant(kept, written.sizes))

@@ -6,6 +6,7 @@ Not here: finding the layout (`search`, `planner`), or words (`report`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
+from meshwise.core.files import parse_json
 from meshwise.core.units import format_time
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
@@ -88,6 +90,11 @@ class Plan:
         return cls(problem, layout, fabric, estimate, training_run(problem, estimate))
 
     @property
+    def line(self) -> str:
+        """The layout as `estimate train --layout` reads it, which chooses nothing but the wires."""
+        return self.layout.line(experts=bool(self.problem.model.mixtures))
+
+    @property
     def chip_hours_per_billion_tokens(self) -> float:
         """Expected chip-hours of training on 1e9 tokens."""
         e = self.estimate
@@ -125,7 +132,9 @@ class Plan:
             check_length(model, job.seq_len)
             problem = TrainingProblem(model, job, cluster, find_calibration(value["calibration"], cluster.chip))
             fabric = _fabric(cluster, value["fabric"], flat_rings=problem.calibration.flat_rings)
-            return cls.of(problem, Layout.from_json(value["layout"]), fabric)
+            layout = Layout.from_json(value["layout"])
+            _check_wires(layout, fabric)
+            return cls.of(problem, layout, fabric)
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,7 +185,40 @@ class ServingPlan:
             load = ServingLoad(**value["load"])
             check_context(model, load)
             problem = ServingProblem(model, load, cluster, calibration)
-            return cls(problem, estimate_serving(problem, _setup(value["setup"])))
+            setup = _setup(value["setup"])
+            if setup.num_chips > cluster.num_chips:
+                raise LayoutError(
+                    f"plan JSON: setup: its engines need {setup.num_chips:,} chips, {cluster.name} has "
+                    f"{cluster.num_chips:,}; lower replicas, or plan again"
+                )
+            for layout in (setup.prefill, setup.decode):
+                _check_wires(layout, problem.network)
+            return cls(problem, estimate_serving(problem, setup))
+
+
+def _check_wires(layout: Layout | ServingLayout, fabric: Fabric) -> None:
+    """Refuse wires that leave out an axis, or do not lie on the network.
+
+    Raises:
+        LayoutError: with the axis, or the dimension of the network.
+    """
+    wires, shape = dict(layout.wires or ()), fabric.sizes
+    for axis in (a for a in layout.FIELDS.axes if a != "replicas"):
+        if getattr(layout, axis) > 1 and axis not in wires:
+            raise LayoutError(f"plan JSON: layout.wires: {axis}={getattr(layout, axis)} lies nowhere; plan again")
+    for axis, extents in wires.items():
+        if len(extents) != len(shape):
+            raise LayoutError(
+                f"plan JSON: layout.wires.{axis}: expected {len(shape)} extents, one for each dimension of the "
+                f"network, found {len(extents)}; plan again"
+            )
+    for number, size in enumerate(shape):
+        used = math.prod(extents[number] for extents in wires.values())
+        if used > size:
+            raise LayoutError(
+                f"plan JSON: layout.wires: dimension {fabric.dimensions[number].name} of the network has {size:,} "
+                f"chips, the wires use {used:,}; plan again"
+            )
 
 
 def _saved(kind: Kind, problem: TrainingProblem | ServingProblem, /, **own: object) -> str:
@@ -199,10 +241,9 @@ def _parsed(text: str, kind: Kind) -> Document:
     """
     version, save = ("1", "--save") if kind == "training" else ("2", "'plan serve --save'")
     try:
-        value: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"plan JSON: expected what {save} writes: {where}") from None
+        value = parse_json(text, "plan JSON", finite=False)  # some models bound time steps by infinity
+    except ConfigError as error:
+        raise ConfigError(f"{error}; expected what {save} writes") from None
     check_kind(value, kind)
     if kind == "serving" and kind_of(value) != kind:
         raise ConfigError("plan JSON: expected a plan of serving, as 'meshwise plan serve ... --save' writes it")

@@ -244,11 +244,13 @@ def estimate_layout(
     request: LayoutRequest,
     *,
     tools: tuple[Tool, ...] = (),
+    memory_share: float = MAX_MEMORY,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanResult:
     """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
 
     It is chosen so that one of `tools` runs the plan, where one can.
+    It fills no more than `memory_share` of the HBM, where that can be, else no more than all.
     Nothing is offloaded unless the layout says so. The batch is rounded only where the layout does not divide it, or
     does not fit with it. A layout that does not fit in memory in any way is estimated in its
     leanest one, and `Estimate.fits` says so.
@@ -260,15 +262,31 @@ def estimate_layout(
     check_request(problem, request)
     exact = replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
     # What is missing at the end is memory: the leanest way says by how much.
+    ways = list(itertools.product((exact, problem), dict.fromkeys((memory_share, 1.0))))
     for takers, (given, share) in (
-        *itertools.product([tools] if tools else [], ((exact, 1.0), (problem, 1.0))),
-        *itertools.product([()], ((exact, 1.0), (problem, 1.0), (problem, math.inf))),
+        *itertools.product([tools] if tools else [], ways),
+        *itertools.product([()], (*ways, (problem, math.inf))),
     ):
         result = search_layout(given, request, takers, share, progress)
         if best := result.front[-1:] if math.isinf(share) else result.best:
             break
     plan = Plan.of(problem, best[0].layout, best[0].fabric)
-    return PlanResult((plan,), winner_reasons(plan, problem.network), (), result)
+    return PlanResult((plan,), (*_why_fuller(plan), *winner_reasons(plan, problem.network)), (), result, share)
+
+
+def is_usual(plan: Plan) -> bool:
+    """Whether a plan fills no more of the HBM than plans do unless told otherwise."""
+    return plan.estimate.memory["total"] <= MAX_MEMORY * plan.estimate.hbm_capacity
+
+
+def _why_fuller(plan: Plan) -> Iterator[str]:
+    """That an estimate fits, but not in what plans fill."""
+    if plan.estimate.fits and not is_usual(plan):
+        share = plan.estimate.memory["total"] / plan.estimate.hbm_capacity
+        yield (
+            f"fills {share:.1%} of the HBM, where `plan` keeps to {MAX_MEMORY:.0%} unless --max-memory says otherwise: "
+            "activations are known to about 15 %"
+        )
 
 
 def search_layout(

@@ -32,8 +32,8 @@ EXPERT_DISPATCHES = ("slots", "ragged")
 #: Orders in which pipeline stages work through microbatches; `costs.schedules` prices them.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 
-#: Choices that are printed even where they are the default.
-_ALWAYS = ("micro_batch", "num_microbatches", "remat")
+#: Choices that are printed even where they are the default: an estimate would choose them if they were left out.
+_ALWAYS = ("micro_batch", "num_microbatches", "remat", "zero", "fully_sharded", "context_method", "schedule")
 
 #: What can live in the host's memory.
 OFFLOADABLE = ("optimizer", "parameters", "activations")
@@ -185,6 +185,14 @@ class Layout(MeshLayout):
         return tuple(a for a in reversed(MESH_AXES) if self.sizes[a] > 1)
 
     def __str__(self) -> str:
+        return self.line(experts=self.expert > 1)
+
+    def line(self, *, experts: bool) -> str:
+        """The layout as `--layout` reads it, with every choice that means something on its mesh but the wires.
+
+        Args:
+            experts: whether the model has any, so that it matters how the tensor axis splits them.
+        """
         partners = self.context * self.ulysses * self.expert > 1
         return self.written(
             self.used_axes or ("data",),
@@ -198,9 +206,10 @@ class Layout(MeshLayout):
                 "expert_dispatch": True,
                 "schedule": self.stage > 1,
                 "virtual_stages": True,
-                **dict.fromkeys((*_ALWAYS, "remat_layers", "offload", "offload_layers"), True),
+                **dict.fromkeys(("micro_batch", "num_microbatches", "remat", "remat_layers"), True),
+                **dict.fromkeys(("offload", "offload_layers"), True),
             },
-            _ALWAYS,
+            (*_ALWAYS, "expert_tensor_parallel") if experts else _ALWAYS,
         )
 
 

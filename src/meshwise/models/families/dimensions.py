@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from typing import Any
 
 from meshwise.core.errors import ConfigError
+from meshwise.core.files import parse_toml
 from meshwise.models.families.features import LAYER_NORM, RMS_NORM, Numbers, family
 from meshwise.models.families.keys import REQUIRED, Keys, divide, only
 from meshwise.models.spec import Architecture, Embedding, Head, Layer, Mixture, Mlp, SelfAttention, group_layers
@@ -114,7 +114,7 @@ def parse_dimensions(text: str, where: str, *, toml: bool = False) -> dict[str, 
     Raises:
         ConfigError: names what is not understood.
     """
-    values = _from_toml(text, where) if toml else _from_text(text, where)
+    values = parse_toml(text, where) if toml else _from_text(text, where)
     known = {key: what for key, (_, what) in LETTERS.items()}
     for key in values:
         if key not in known:
@@ -124,13 +124,6 @@ def parse_dimensions(text: str, where: str, *, toml: bool = False) -> dict[str, 
             hint = f"; did you mean {near[0]} ({known[near[0]]})?" if near else ""
             raise ConfigError(f"{where}: {key!r} is no dimension{hint}; there are: {', '.join(known)}")
     return values
-
-
-def _from_toml(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{where}: not valid TOML: {e}; expected lines such as 'D = 8192'") from None
 
 
 def _from_text(text: str, where: str) -> dict[str, Any]:
