@@ -252,7 +252,7 @@ def test_what_cannot_be_verified_is_refused_before_anything_is_compiled(asked, e
 
 def test_bad_plans(tmp_path, gpu_plan):
     (tmp_path / "torn.json").write_text('{"model": ')
-    with pytest.raises(ConfigError, match=r"torn.json.: expected what --save writes"):
+    with pytest.raises(ConfigError, match=r"torn.json.: not valid JSON: .*; expected what --save writes"):
         verify(tmp_path / "torn.json")
     with pytest.raises(MeshwiseError, match="its job in it"):
         verify(gpu_plan, layout="fsdp=8")

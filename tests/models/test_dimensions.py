@@ -128,7 +128,7 @@ def test_torn_files(tmp_path: Path) -> None:
         load_model(str(tmp_path / "missing.dims"))
     file = tmp_path / "torn.toml"
     file.write_text("D = \n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"torn\.toml: not valid TOML"):
+    with pytest.raises(ConfigError, match=r"torn\.toml is not TOML: Invalid value"):
         load_model(str(file))
     with pytest.raises(UnknownNameError, match="dimensions"):
         load_model("my-model")
