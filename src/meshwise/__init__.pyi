@@ -213,6 +213,7 @@ def plan_train(
     offload: bool = False,
     sensitivity: bool = False,
     progress: Callable[[str], None] = ...,
+    time_limit: float | None = None,
 ) -> PlanResult: ...
 def roofline(
     expression: str,
