@@ -54,7 +54,11 @@ def test_a_refusal_is_an_error_of_usage(run, tmp_path):
     ("name", "content", "message"),
     [
         ("gone.json", None, "No such file or directory; 'meshwise plan train ... --save plan.json' writes one"),
-        ("text.json", b"no plan", "text.json': expected what --save writes: Expecting value"),
+        (
+            "text.json",
+            b"no plan",
+            "text.json': not valid JSON: Expecting value at line 1, column 1; is the file complete?",
+        ),
         ("other.json", b"{}", "other.json': expected the keys"),
         ("image.json", b"\xff\xfe\x00", "expected JSON as --save writes it, found no text"),
     ],

@@ -26,6 +26,10 @@ REQUESTS = {
 }
 
 
+#: Parameters that say how an answer is looked for, not what is asked.
+HOW = ("progress", "time_limit")
+
+
 def told(capsys, *words):
     assert main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -34,7 +38,7 @@ def told(capsys, *words):
 @pytest.mark.parametrize("verb", REQUESTS)
 def test_parameters_and_defaults_are_those_of_the_request(verb):
     request = REQUESTS[verb]
-    parameters = {n: p for n, p in inspect.signature(getattr(meshwise, verb)).parameters.items() if n != "progress"}
+    parameters = {n: p for n, p in inspect.signature(getattr(meshwise, verb)).parameters.items() if n not in HOW}
     assert set(parameters) == set(request.model_fields)
     for name, info in request.model_fields.items():
         default = parameters[name].default

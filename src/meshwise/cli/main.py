@@ -22,7 +22,7 @@ import click
 
 from meshwise import __version__
 from meshwise.cli.streams import discard, tell
-from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.core.errors import MeshwiseError, UnknownNameError, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ _VERBS = {
     "roofline": ("roofline:show_roofline", "Time one operation on one chip: what binds, and from which batch on."),
     "shard": ("shard:show_product", "List the collectives that a sharded product needs."),
     "collective": ("collective:show_collective", "Time one collective on a cluster."),
-    "book": ("book:show_book", "Answer the worked problems of the book, with your own numbers."),
+    "book": ("book:show_book", 'Answer the worked problems of "How To Scale Your Model", with your own numbers.'),
     "bench": ("bench:show_bench", "Measure single operations on the devices that are there."),
 }
 
@@ -234,9 +234,9 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure("UsageError", f"{told}\nSee '{where} --help'.", 2)
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else "meshwise"
-            return _Failure("UsageError", f"{error.format_message()}\nSee '{where} --help'.", 2)
+            return _Failure("UsageError", f"{short(error.format_message())}\nSee '{where} --help'.", 2)
         case click.ClickException():
-            return _Failure(type(error).__name__, error.format_message(), 2)
+            return _Failure(type(error).__name__, short(error.format_message()), 2)
         case _ if _interrupted(error):
             return _Failure("Interrupted", "interrupted", INTERRUPTED)
         case OSError(errno=errno.ENOSPC):

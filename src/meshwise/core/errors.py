@@ -22,6 +22,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # pydantic is loaded by those who declare fields with it
+    from pydantic import ValidationError
 
 #: Characters that a message shows of what it was given.
 _MOST_QUOTED = 200
@@ -44,7 +48,17 @@ def quoted(value: object) -> str:
     return text if len(text) <= _MOST_QUOTED else f"{text[: _MOST_QUOTED - 4]}...{text[-1]}"
 
 
-def _short(message: str) -> str:
+def refused_value(error: ValidationError) -> str:
+    """The first value that a model refused: its field, what was expected, and what was found."""
+    first = error.errors()[0]
+    where, told = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
+    words = told if told.startswith(f"{where}:") else f"{where}: {told[:1].lower()}{told[1:]}"
+    if "found" not in told and first["type"] not in ("missing", "extra_forbidden"):
+        words += f", found {quoted(first['input'])}"
+    return words
+
+
+def short(message: str) -> str:
     """The message, quotes cut to what `quoted` leaves."""
     return _QUOTE.sub(lambda m: f"{m[0][: _MOST_QUOTED - 4]}...{m[0][-1]}", message) if len(message) > 200 else message
 
@@ -55,7 +69,7 @@ class MeshwiseError(ValueError):
     exit_code = 2
 
     def __str__(self) -> str:
-        return _short(super().__str__())
+        return short(super().__str__())
 
 
 class UnitError(MeshwiseError):

@@ -14,7 +14,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from meshwise.core.errors import ConfigError
+from meshwise.core.errors import ConfigError, quoted
+
+#: Tokens of one block of the cache: the simulator counts requests by how full their last block is.
+_MOST_BLOCK_TOKENS = 1 << 20
 
 
 def query_key_pairs(past: int, new: int, window: int | None = None) -> int:
@@ -104,8 +107,8 @@ class EngineCosts:
                 _number("engine costs", name, getattr(self, name), 1e-300)
         if self.usd_per_chip_hour is not None:
             _number("engine costs", "usd_per_chip_hour", self.usd_per_chip_hour, 0)
-        for name in ("kv_blocks", "block_tokens", "num_chips"):
-            _whole("engine costs", name, getattr(self, name), 1)
+        for name, most in (("kv_blocks", 2**53), ("block_tokens", _MOST_BLOCK_TOKENS), ("num_chips", 2**53)):
+            _whole("engine costs", name, getattr(self, name), 1, most)
         _check_points(self.token_seconds)
         if self.step_seconds([1]) <= 0:
             raise ConfigError("engine costs: a step of one token takes no time; give overhead_s or token_seconds")
@@ -258,9 +261,10 @@ def _number(what: str, name: str, value: Any, least: float) -> None:
         raise ConfigError(f"{what}: {name}: expected a number, {bound}, found {value!r}")
 
 
-def _whole(what: str, name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{what}: {name}: expected a whole number, at least {least}, found {value!r}")
+def _whole(what: str, name: str, value: Any, least: int, most: int = 2**53) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        limit = "" if isinstance(value, int) and value < least else f" and at most {most}"
+        raise ConfigError(f"{what}: {name}: expected a whole number, at least {least}{limit}, found {quoted(value)}")
 
 
 def _check_points(points: Sequence[tuple[int, float]]) -> None:

@@ -22,6 +22,9 @@ from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.core.units import parse_count, parse_duration
 from meshwise.jobs.lengths import Lengths
 
+#: Digits of a number of tokens: enough for any context there will be, and exact in floats.
+_MOST_DIGITS = 12
+
 #: Requests that are drawn at once.
 BLOCK = 4096
 
@@ -337,8 +340,9 @@ def _demand(row: list[str], columns: list[str], where: str) -> Demand:
 
 
 def _tokens(cell: str, name: str, where: str) -> int:
-    if not (cell.isascii() and cell.isdigit()) or int(cell) < 1:
-        raise ConfigError(f"{where}: {name}: expected a whole number of tokens, at least 1, found {cell!r}")
+    if not (cell.isascii() and cell.isdigit() and len(cell) <= _MOST_DIGITS) or int(cell) < 1:
+        most = f" of at most {_MOST_DIGITS} digits" if len(cell) > _MOST_DIGITS else ""
+        raise ConfigError(f"{where}: {name}: expected a whole number of tokens{most}, at least 1, found {cell!r}")
     return int(cell)
 
 

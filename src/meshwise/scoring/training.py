@@ -11,7 +11,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.core.errors import MeshwiseError
+from pydantic import ValidationError
+
+from meshwise.core.errors import MeshwiseError, refused_value
 from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.costs.estimate import Estimate, evaluate_layout
 from meshwise.costs.fabric import Fabric
@@ -61,13 +63,16 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted") -> TrainingSce
     model, of_model = model_of(run)
     cluster, of_cluster = cluster_of(run)
     precision, of_precision = _precision(run)
-    job = TrainingJob(
-        batch_tokens=run.tokens,
-        seq_len=run.seq_len,
-        batch_slack=0.0,
-        precision=precision,
-        expert_imbalance=1.0 if "force-balanced" in run.words else None,
-    )
+    try:
+        job = TrainingJob(
+            batch_tokens=run.tokens,
+            seq_len=run.seq_len,
+            batch_slack=0.0,
+            precision=precision,
+            expert_imbalance=1.0 if "force-balanced" in run.words else None,
+        )
+    except ValidationError as error:
+        raise MeshwiseError(refused_value(error)) from None
     calibration, of_software = _software(run, calibration, chip=cluster.chip, mixture=bool(model.mixtures))
     sizes, choices, of_layout = _layout(run, model)
     Layout.from_json({**sizes, **choices})  # checks every value

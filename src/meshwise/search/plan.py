@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
+from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError, refused_value
 from meshwise.core.files import parse_json
 from meshwise.core.units import format_time
 from meshwise.costs.engines import find_serving_calibration
@@ -316,11 +316,7 @@ def check_kind(value: object, kind: Kind) -> None:
 def _changed(error: Exception) -> ConfigError:
     """Which value of a saved plan was changed, judging by the error it caused."""
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        where, told = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
-        words = told if told.startswith(f"{where}:") else f"{where}: {told[:1].lower()}{told[1:]}"
-        if "found" not in told and first["type"] not in ("missing", "extra_forbidden"):
-            words += f", found {first['input']!r}"
+        words = refused_value(error)
     elif isinstance(error, LookupError):
         words = f"{error} is missing"
     else:
