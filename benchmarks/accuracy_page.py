@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshwise.scoring import Errors
 
-__all__ = ["errors_table", "tell", "write_or_check"]
+__all__ = ["check", "errors_table", "tell", "write"]
 
 #: Points of a hundred by which the mean error may grow before `--check` fails.
 _TOLERANCE = 0.01
@@ -24,28 +24,31 @@ def tell(line: str) -> None:
         print(line, end="\r", file=sys.stderr)
 
 
-def write_or_check(page: Path, mape: float, tables: Callable[[], Mapping[str, str]], words: list[str]) -> int:
-    """Write the tables of a page, or with `--check` among `words` compare the mean error with what the page says.
-
-    Args:
-        page: holds the tables between comments with their names.
-        mape: mean absolute error of all rows.
-        tables: gives name of a table -> its lines; not asked for a check.
-        words: of the command line.
-
-    Returns: exit code, 1 where the error grew by more than a point.
-    """
+def write(page: Path, tables: Mapping[str, str]) -> None:
+    """Write the tables of a page, each between comments with its name."""
     text = page.read_text(encoding="utf-8")
-    if "--check" in words:
-        found = re.search(r"\| all \| [\d,]+ \| ([\d.]+) %", text)
-        assert found is not None, f"{page} has no row of all runs"
-        said = float(found[1]) / 100
-        print(f"mean error {mape:.1%}, the page says {said:.1%}")
-        return int(mape > said + _TOLERANCE)
-    for name, rows in tables().items():
+    for name, rows in tables.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{rows}\g<2>", text, flags=re.DOTALL)
     page.write_text(text, encoding="utf-8")
-    return 0
+
+
+def check(page: Path, errors: Mapping[str, tuple[str, float]]) -> int:
+    """Compare mean errors with what a page says.
+
+    Args:
+        page: holds the errors.
+        errors: pattern of the page, whose group is an error in per cent -> what it is, and what it is now.
+
+    Returns: exit code, 1 where one grew by more than a point.
+    """
+    text, grown = page.read_text(encoding="utf-8"), False
+    for pattern, (name, error) in errors.items():
+        found = re.search(pattern, text)
+        assert found is not None, f"{page} has nothing like {pattern}"
+        said = float(found[1]) / 100
+        print(f"{name}: {error:.1%}, the page says {said:.1%}")
+        grown |= error > said + _TOLERANCE
+    return int(grown)
 
 
 def errors_table(title: str, groups: Mapping[str, Errors]) -> str:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 
 from accuracy_page import tell
-from fits import serving_fit, training_fit
+from fits import serving_fit
 
 from meshwise.scoring import ServingRun, TrainingRun, score_serving, score_training, shipped_rows
+from meshwise.scoring.fitting import training_fit
 
 
 def main(words: list[str]) -> int:

@@ -1,16 +1,13 @@
-"""Fits of the constants that ship, to the rows that ship: of training, and of serving with its own constants.
+"""The fit of serving's constants to the rows that ship.
 
-Used by `fit_calibration.py` and the pages of accuracy. Not here: how a fit is made (`meshwise.scoring.fitting`).
+Used by `fit_calibration.py` and the page of accuracy. Not here: how a fit is made (`meshwise.scoring.fitting`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
-
-import numpy as np
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import Calibration
@@ -28,16 +25,12 @@ from meshwise.scoring.constants import (
     Applies,
     Constant,
     Part,
-    all_constants,
     format_part,
     part,
 )
-from meshwise.scoring.fitting import FittedRows, sensitivities
+from meshwise.scoring.fitting import FittedRows, row_weights, sensitivities
 
 P = TypeVar("P", bound=Prediction)
-
-#: Points at which slopes are taken: at the priors, then where these lead.
-_POINTS = 2
 
 #: Engines without CUDA graphs, whose collectives are NCCL's.
 _LAUNCHED = ("trtllm-2023", "fastertransformer")
@@ -136,29 +129,8 @@ def _times(shared: str, engine: str) -> Constant:
     )  # fmt: skip
 
 
-def training_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:
-    """Prepare measured training steps for fits; rows of one source share their errors, and count as 12 at most."""
-    weights = _row_weights([p.run.source for p in rows], 12)
-    constants = all_constants()
-    at = {c.name: c.prior for c in constants}
-    for _ in range(_POINTS):  # slopes hold near where they were taken
-        found = FittedRows(tuple(rows), constants, sensitivities(rows, constants, at, progress), weights)
-        at = dict(found.fitted_to().values)
-    return found
-
-
 def serving_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:
     """Prepare measured times of serving for fits; rows of one model, chip and engine count as 20 at most."""
-    weights = _row_weights([f"{engine_of(p.calibration)} {p.run.chip} {p.run.model}" for p in rows], 20)
+    weights = row_weights([f"{engine_of(p.calibration)} {p.run.chip} {p.run.model}" for p in rows], 20)
     constants = serving_constants()
     return FittedRows(tuple(rows), constants, sensitivities(rows, constants, start_values(), progress), weights)
-
-
-def _row_weights(groups: Sequence[str], most: int) -> np.ndarray:
-    """What each row counts in a fit: the rows of one group count as `most` at most.
-
-    >>> _row_weights(["a", *["b"] * 24], 12)[:2].tolist()
-    [1.0, 0.5]
-    """
-    numbers = Counter(groups)
-    return np.array([min(1.0, most / numbers[g]) for g in groups])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import meshwise
-from benchmarks.fits import training_fit
 from meshwise.cli.main import main
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import IDENTITY
@@ -18,7 +17,7 @@ from meshwise.costs.fitted import calibration_text, find_calibration, fitted_cal
 from meshwise.hardware import load_chip
 from meshwise.scoring import TrainingRun, predict_training, shipped_rows
 from meshwise.scoring.constants import Constant, all_constants
-from meshwise.scoring.fitting import Sensitivities, fit, mean_error, refine, sensitivities
+from meshwise.scoring.fitting import Sensitivities, fit, mean_error, refine, sensitivities, training_fit
 
 RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 

@@ -4,6 +4,7 @@ import pytest
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.scoring import Refusal, TrainingRun, predict_training, shipped_rows
+from meshwise.scoring.formats import precision_of
 from meshwise.scoring.rows import convention_flops, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import cluster_of, model_of, node_bandwidth
 from meshwise.scoring.training import build_scenario
@@ -53,9 +54,7 @@ def test_layouts_of_published_runs(name, sizes, choices):
     ],
 )
 def test_formats_of_published_runs(name, precision):
-    from meshwise.scoring.training import _precision  # noqa: PLC0415  (the row of 0545 contradicts itself elsewhere)
-
-    assert _precision(RUNS[name])[0] == precision
+    assert precision_of(RUNS[name])[0] == precision
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ class Software:
         source: where the numbers are from.
         gap: seconds between operations; None for `_GAP`.
         beside_exchanges, late_sends, scattered_sends, adds_gradients: as in `Calibration`.
+        rests_on: sources of measured steps by which its numbers, or that it is a software of its own, were decided.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Software:
     late_sends: int = 0
     scattered_sends: bool = False
     adds_gradients: bool = False
+    rests_on: tuple[str, ...] = ()
 
 
 _STEPS = "fitted to whole steps"
@@ -60,39 +62,46 @@ SOFTWARE = {
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
             flash=2, elementwise_passes=1.23, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
+            rests_on=("nemo2407", "mbridge"),
         ),
         Software(
             "megatron-graphs", "the same on Blackwell in NeMo containers from 26.06 on: the host is not waited for",
             flash=2, elementwise_passes=1.16, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
             gap=1.9e-6, beside_exchanges=True,
+            rests_on=("mbridge",),
         ),
         Software(
             "megatron-beside", "`megatron`, where tokens are exchanged beside another microbatch's compute",
             flash=2, elementwise_passes=1.23, late_exchange=False, collective_matmul=True, graphs=False,
             source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
             beside_exchanges=True,
+            rests_on=("mbridge",),
         ),
         Software(
             "megatron-2021", "Megatron-LM before FlashAttention",
             flash=0, elementwise_passes=1.02, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
             late_sends=1, scattered_sends=True,
+            rests_on=("sc21", "korthikanti", "vtrain"),
         ),
         Software(
             "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention, as BLOOM was trained: launches block",
             flash=0, elementwise_passes=1.6, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
             gap=75e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
+            rests_on=("bloomprequel",),
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
             flash=1, elementwise_passes=1.74, late_exchange=False, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
+            rests_on=("llmfoundry",),
         ),
         Software(
             "xla", "JAX: elementwise operations fused by XLA, a step launched as one program",
             flash=2, elementwise_passes=1.0, late_exchange=False, collective_matmul=None, graphs=True, source=_STEPS,
+            rests_on=("maxtext", "jaxtoolbox"),
         ),
     )
 }  # fmt: skip

@@ -7,6 +7,7 @@ which constants are fitted (`constants`), or what rows mean (`training`, `servin
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -173,6 +174,31 @@ def _moved(p: P, expected: float) -> P:
     assert p.likely is not None
     width = p.likely.high / p.expected
     return replace(p, expected=expected, likely=Likely(max(expected / width, min(p.bound, expected)), expected * width))
+
+
+#: Points at which slopes are taken: at the priors, then where these lead.
+_POINTS = 2
+
+
+def training_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:
+    """Prepare measured training steps for fits; rows of one source share their errors, and count as 12 at most."""
+    weights = row_weights([p.run.source for p in rows], 12)
+    constants = all_constants()
+    at = {c.name: c.prior for c in constants}
+    for _ in range(_POINTS):  # slopes hold near where they were taken
+        found = FittedRows(tuple(rows), constants, sensitivities(rows, constants, at, progress), weights)
+        at = dict(found.fitted_to().values)
+    return found
+
+
+def row_weights(groups: Sequence[str], most: int) -> np.ndarray:
+    """What each row counts in a fit: the rows of one group count as `most` at most.
+
+    >>> row_weights(["a", *["b"] * 24], 12)[:2].tolist()
+    [1.0, 0.5]
+    """
+    numbers = Counter(groups)
+    return np.array([min(1.0, most / numbers[g]) for g in groups])
 
 
 #: A constant that moves no step by this share when it doubles is left alone.

@@ -319,3 +319,8 @@ def convention_flops(run: TrainingRun, model: Model) -> float:
         if op.matmul and isinstance(op, Attention | Fused)
     )
     return float(again * (6 * model.parameters.active_in_mfu * run.tokens + 3 * mixing))
+
+
+def dimension(model: Model, axis: str) -> int:
+    """The largest size that an axis of a model has, over the groups of its layers; 0 where it has none."""
+    return max((int(size) for name, size in model.sizes.items() if name.partition(".")[0] == axis), default=0)

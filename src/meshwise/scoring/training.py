@@ -6,7 +6,6 @@ rows (`reading`), models and machines (`scenario`), and what all rows say togeth
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,21 +13,22 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwise.core.errors import MeshwiseError, refused_value
-from meshwise.costs.calibration import Calibration, default_calibration
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Estimate, evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.spread import likely_interval, uncertainty_sources
-from meshwise.hardware import Chip
-from meshwise.jobs import PRECISIONS, TrainingJob
+from meshwise.jobs import TrainingJob
 from meshwise.models import Model
+from meshwise.scoring.formats import precision_of
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
+from meshwise.scoring.recompute import read_recompute
 from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import Scenario, cluster_of, model_of
+from meshwise.scoring.software import calibration_of
 from meshwise.search import estimate_layout
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
-from meshwise.sharding.remat import parse_remat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,15 @@ class TrainingScenario(Scenario):
         return replace(self, layout=layout, assumed=(*self.assumed, note), open=(*self.open, "remat"))
 
 
-def build_scenario(run: TrainingRun, calibration: str = "fitted") -> TrainingScenario:
-    """What a run did.
+def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = "") -> TrainingScenario:
+    """What a run did; arguments as of `predict_training`.
 
     Raises:
         MeshwiseError: something that it says is unknown here, or contradicts itself.
     """
     model, of_model = model_of(run)
     cluster, of_cluster = cluster_of(run)
-    precision, of_precision = _precision(run)
+    precision, of_precision = precision_of(run)
     try:
         job = TrainingJob(
             batch_tokens=run.tokens,
@@ -73,7 +73,9 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted") -> TrainingSce
         )
     except ValidationError as error:
         raise MeshwiseError(refused_value(error)) from None
-    calibration, of_software = _software(run, calibration, chip=cluster.chip, mixture=bool(model.mixtures))
+    calibration, of_software = calibration_of(
+        run, calibration, chip=cluster.chip, mixture=bool(model.mixtures), unseen=unseen
+    )
     sizes, choices, of_layout = _layout(run, model)
     Layout.from_json({**sizes, **choices})  # checks every value
     settled = {*choices, *(("zero",) if sizes["data"] == 1 else ())}
@@ -84,85 +86,6 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted") -> TrainingSce
         assumed=(*of_model, *of_cluster, *of_precision, *of_software, *of_layout),
         open=tuple(name for name in ("remat", "zero", "micro_batch") if name not in settled),
     )
-
-
-#: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
-_SOFTWARE = (
-    (r"maxtext|jax|levanter|axlearn", "xla", 9999),
-    (r"megatron.*deepspeed", "megatron-deepspeed", 2023),
-    (r"megatron|nemo", "megatron-2021", 2023),
-    (r"megatron|nemo|transformer ?engine", "megatron", 9999),
-    (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
-)
-
-
-def _software(run: TrainingRun, calibration: str, *, chip: Chip, mixture: bool) -> tuple[str, tuple[str, ...]]:
-    """The calibration with the software that a row names, where "fitted" is asked for; and what was assumed."""
-    if calibration != "fitted" or chip.vendor == "google":
-        return calibration, ()
-    words, year = run.software.lower(), run.year or 9999
-    found = first_match(((pattern, name) for pattern, name, last in _SOFTWARE if year <= last), words)
-    if found is None:
-        return calibration, ("software is not named or not known: Megatron Core of 2024 and later taken",)
-    release = re.search(r"container (\d+)\.(\d+)", words)
-    since = (int(release[1]), int(release[2])) if release else (0, 0)
-    if since >= (26, 6) and default_calibration(chip).name == "blackwell":
-        return "fitted+megatron-graphs", ()
-    far = (run.ep or 1) > math.prod(level.degree for level in chip.scale_up)
-    if since >= (25, 9) and mixture and far:
-        return "fitted+megatron-beside", ("exchanges between nodes run beside compute, as in the recipes",)
-    return f"fitted+{found}", ()
-
-
-#: A source's words -> precision; the first that is found.
-_PRECISIONS = (
-    (r"^mxfp8|fp8-mx|alternative granularity", "mxfp8"),
-    (r"nvfp4|^fp4", "nvfp4"),
-    (r"fp8-cs|main value", "fp8-current"),
-    (r"fp8.*1x128|fp8-block|blockwise", "fp8-block"),
-    (r"^fp8", "fp8"),
-    (r"int8", "int8"),
-    (r"bf16.*(fp32 grad)|amp, fp32 master|bf16 mixed", "mixed"),
-    (r"bf16 pure", "bf16,master=fp32"),
-    (r"^bf16", "bf16"),
-    (r"^fp16", "fp16"),
-    (r"^(fp32|tf32|f32)", "fp32"),
-)
-
-
-def _precision(run: TrainingRun) -> tuple[str, tuple[str, ...]]:
-    """Number formats, and what was assumed of them.
-
-    NVIDIA's recipes for performance add up gradients in bf16 (`grad_reduce_in_fp32 = False` in scripts/performance of
-    Megatron-Bridge and NeMo 2); DeepSpeed keeps those of fp16 weights in fp16.
-    """
-    precision, notes = _formats(run)
-    software = run.software.lower()
-    if "deepspeed" in software and precision == "fp16":
-        return "fp16,gradients=fp16", notes
-    if "nemo" in software and (run.year or 0) >= 2025 and "," not in precision and precision != "fp32":
-        return f"{precision},gradients=bf16", (*notes, "gradients in bf16, as the recipes of these releases")
-    return precision, notes
-
-
-def _formats(run: TrainingRun) -> tuple[str, tuple[str, ...]]:
-    """Formats as a preset, and what was assumed of them."""
-    words = run.dtype.strip().lower()
-    if words in PRECISIONS and words not in ("bf16", "fp8"):
-        return words, ()
-    if not words:
-        return "mixed", ("bf16 with fp32 master weights: no format is named",)
-    found = first_match(_PRECISIONS, words)
-    if found is None:
-        raise MeshwiseError(f"dtype {run.dtype!r} is not understood; expected one of {', '.join(PRECISIONS)}")
-    if found == "mxfp8" and run.chip.startswith(("h100", "h200", "h800")):
-        return "fp8-block", ("fp8 by blocks of 128, as DeepSeek-V3: Hopper has no other finer grain",)
-    megatron = "nemo" in run.software.lower() or "megatron" in run.software.lower()
-    if found == "bf16":
-        return ("mixed" if megatron else "bf16,master=fp32"), ()
-    if found == "fp8" and megatron and (run.year or 0) >= 2025:
-        return "fp8-current", ("fp8 scaled by tensor, as the recipes of these releases",)
-    return found, ()
 
 
 def _layout(run: TrainingRun, model: Model) -> tuple[dict[str, int], dict[str, Any], list[str]]:
@@ -186,7 +109,7 @@ def _layout(run: TrainingRun, model: Model) -> tuple[dict[str, int], dict[str, A
     if pp > 1:
         choices["schedule"] = "interleaved" if (run.vpp or 1) > 1 else "1f1b"
         choices["virtual_stages"] = run.vpp or 1
-    _recompute(run, choices, notes)
+    read_recompute(run, model, choices, notes)
     _microbatches(run, sizes, choices)
     if "tokendrop" in run.words:
         notes.append("tokens beyond an expert's capacity are dropped: taken as balanced")
@@ -266,55 +189,6 @@ def _copies(run: TrainingRun, words: str, dp: int) -> int:
     return said if across else dp // said
 
 
-#: MaxText's names -> ours (src/MaxText/layers, `remat_policy`).
-_MAXTEXT = {
-    "full": "full",
-    "minimal": "projections",
-    "minimal_flash": "matmuls",
-    "minimal_with_context": "matmuls",
-    "save_qkv_proj": "save:q+k+v",
-    "save_dot_except_mlp": "attention",
-    "none": "none",
-}
-
-
-#: What may follow a policy: layers that are offloaded, and what the column `sp` says.
-_FURTHER = (
-    r"(?:[;,] ?activations of \d+ layers offloaded(?: to (?:the )?(?:cpu|host))?)?(?: ?\+ ?sequence parallel(?:ism)?)?"
-)
-
-
-def _recompute(run: TrainingRun, choices: dict[str, Any], notes: list[str]) -> None:
-    """What is computed again, and what lives in the host's memory."""
-    words = run.recompute.strip()
-    bare = words.split("[")[0].strip().lower()
-    if offloaded := re.search(r"activations of (\d+) layers offloaded", bare):
-        choices["offload"] = ("activations",)
-        choices["offload_layers"] = int(offloaded[1])
-    if not bare:
-        return
-    if found := re.search(r"remat_policy=(\w+)", words):
-        if found[1] not in _MAXTEXT:
-            notes.append(f"remat_policy={found[1]} is not known here: the fastest that fits")
-            return
-        choices["remat"] = _MAXTEXT[found[1]]
-    elif found := re.fullmatch(r"(none|full)(?:(?<=full) on (\d+) layers)?(?: ?\(.*\))?" + _FURTHER, bare):
-        choices["remat"] = found[1]
-        if found[2]:
-            choices["remat_layers"] = int(found[2])
-    elif re.fullmatch(r"selective(?: \(attention core\))?" + _FURTHER, bare):
-        choices["remat"] = "recompute:core_attn"
-    elif "mla_up_proj" in bare:
-        choices["remat"] = "recompute:mla_up_proj+moe_act"
-        notes.append("selective recomputation of mla_up_proj and moe_act: which modules varies between machines")
-    else:
-        try:
-            request = parse_remat(bare)  # a policy as layouts write it
-        except MeshwiseError as error:
-            raise MeshwiseError(f"recompute {bare!r} is not understood: {error}") from None
-        choices |= {"remat": request.policy} | ({} if request.layers is None else {"remat_layers": request.layers})
-
-
 def _microbatches(run: TrainingRun, sizes: dict[str, int], choices: dict[str, Any]) -> None:
     replicas = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     if run.micro_batch is None:
@@ -356,10 +230,16 @@ class TrainingPrediction(Prediction):
         return float(evaluate_layout(problem, fabric, self.layout).step.expected)
 
 
-def predict_training(run: TrainingRun, calibration: str = "fitted") -> TrainingPrediction | Refusal:
-    """Predict one run; a row that cannot be understood is a refusal with its reason."""
+def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str = "") -> TrainingPrediction | Refusal:
+    """Predict one run; a row that cannot be understood is a refusal with its reason.
+
+    Args:
+        run: the row.
+        calibration: as `--calibration` takes it; "fitted" takes the software that the row names.
+        unseen: a source; what only its rows say of software is not known then.
+    """
     try:
-        scenario = build_scenario(run, calibration)
+        scenario = build_scenario(run, calibration, unseen)
         measured = measured_bytes(run) if run.is_memory else measured_seconds(run, scenario.problem.model)
         plan = estimate_layout(scenario.problem, scenario.layout, memory_share=1.0).plans[0]
         # Brackets: its recomputation is from another source than the measurement's.

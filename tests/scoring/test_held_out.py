@@ -1,0 +1,80 @@
+"""Forecasts: a source's own rows, software and constants have no part in what is forecast of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwise.costs.fitted import SOFTWARE
+from meshwise.scoring import TrainingRun, predict_training, shipped_rows
+from meshwise.scoring.held_out import FREEDOMS, HeldOut, mean_of, rests_on
+
+RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
+NAMES = ("T-korthikanti-0003", "T-llmfoundry-0157", "T-vtrain-0056", "T-bloomprequel-0232")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [predict_training(RUNS[name]) for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def held_out(rows):
+    return HeldOut(rows)
+
+
+def test_software_that_one_source_knows_is_not_known_without_it(rows, held_out):
+    assert [p.calibration.name for p in rows] == [
+        "fitted+megatron-2021",
+        "fitted+eager-2023",
+        "fitted+megatron-2021",
+        "fitted+megatron-deepspeed",
+    ]
+    blind = [p.calibration.name for p in held_out.blind]
+    assert blind == ["fitted+megatron-2021", "fitted", "fitted+megatron-2021", "fitted+megatron-2021"]
+    assert "not known" in held_out.blind[1].scenario.assumed[-1]
+
+
+def test_every_software_names_sources_that_ship():
+    sources = {run.source for run in RUNS.values()}
+    for software in SOFTWARE.values():
+        assert set(software.rests_on) <= sources, software.name
+
+
+def test_a_source_has_no_part_in_its_own_forecast(rows, held_out):
+    """Of vTrain, three times as slow, the forecast stays but for where slopes are taken; others follow."""
+    slow = [replace(p, measured=3 * p.measured) if p.run.source == "vtrain" else p for p in rows]
+    before, after = held_out.forecasts(), HeldOut(slow).forecasts()
+    for a, b in zip(before.rows, after.rows, strict=True):
+        if a.run.source == "vtrain":
+            assert b.expected == pytest.approx(a.expected, rel=0.02)
+            assert b.likely.high == pytest.approx(a.likely.high, rel=0.02)
+        elif a.run.source == "korthikanti" and before.freedoms["korthikanti"]:
+            assert b.expected > a.expected * 1.01
+    own = NAMES.index("T-vtrain-0056")
+    assert after.one_mfu[own].expected == pytest.approx(before.one_mfu[own].expected)
+
+
+def test_without_freedom_constants_stay_where_single_operations_put_them(held_out):
+    for c in held_out.fitted.constants:
+        assert held_out.fit((), 0.0).values[c.name] == pytest.approx(c.clipped(c.prior), rel=1e-3)
+    assert held_out.freedom("vtrain") in FREEDOMS
+
+
+def test_the_constant_mfu_is_one_of_the_other_sources(held_out):
+    found = held_out.forecasts()
+    reached = [p.estimate.mfu * p.expected / p.measured for p in held_out.blind]
+    for i, (p, own) in enumerate(zip(found.one_mfu, reached, strict=True)):
+        taken = own * p.measured / p.expected
+        others = [mfu for j, mfu in enumerate(reached) if j != i]
+        errors = [mean_of(np.log(np.array(others) / m)) for m in (taken, taken * 1.02, taken / 1.02)]
+        assert errors[0] <= min(errors[1:]) + 0.01
+
+
+def test_a_constant_rests_on_the_sources_whose_steps_it_moves(held_out):
+    found = rests_on(held_out.fitted)
+    assert found["passes.eager-2023"] == ("llmfoundry",)
+    assert found["matmul.ampere"] == ("korthikanti", "llmfoundry", "vtrain", "bloomprequel")
+    assert found["matmul.tpu"] == ()
