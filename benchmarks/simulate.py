@@ -50,8 +50,8 @@ def load(count: int, rate: float = RATE, prefixes: SharedPrefixes | None = None)
 
 def speed(system: ServingSystem, demand: DrawnLoad) -> float:
     """Requests per CPU-second."""
-    repeats = REPEATS if demand.count <= 50_000 else 1
-    return max(demand.count / simulate_serving(system, demand).cpu_s for _ in range(repeats))
+    repeats = REPEATS if demand.num_requests <= 50_000 else 1
+    return max(demand.num_requests / simulate_serving(system, demand).cpu_s for _ in range(repeats))
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ All times are multiples of powers of two, so that sums have no rounding, and res
 """
 
 import math
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.jobs.traffic import Demand, Trace
+from meshwise.scheduling import POLICIES, PREEMPTIONS, Scheduling
+from meshwise.simulation.serving.decoding import Decoding
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import COLUMNS, Recorder
-from meshwise.simulation.serving.system import POLICIES, PREEMPTIONS, Scheduling, ServingSystem
+from meshwise.simulation.serving.system import ServingSystem
 from tests.simulation.serving.naive import Naive
 
 TICK = 2.0**-12
@@ -135,3 +139,49 @@ def test_jumps_agree_at_any_numbers(workload, scheduling, odd):
     found, _ = served(costs, scheduling, demands)
     for one, other in zip(found, expected, strict=True):
         assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(one, other, strict=True))
+
+
+@st.composite
+def sharing(draw):
+    """Demands that begin with parts of few names, some of which stay for those that go on from them."""
+    demands, time = [], 0.0
+    for k in range(draw(st.integers(2, 24))):
+        time += draw(st.sampled_from([0, 1, 3, 50, 300])) * TICK
+        names = draw(st.lists(st.sampled_from("abc"), max_size=3))
+        prefix = tuple((name, 5 + 3 * depth) for depth, name in enumerate(names))
+        prompt = sum(size for _, size in prefix) + draw(st.integers(1, 12))
+        kept = f"{k}" if draw(st.booleans()) else None
+        if kept and demands and draw(st.booleans()):
+            before = demands[-1]
+            if before.keep_as and before.prompt + before.output < 40:
+                own = before.prompt + before.output - 1 - sum(size for _, size in before.prefix)
+                prefix = (*before.prefix, (before.keep_as, own))
+                prompt = before.prompt + before.output + draw(st.integers(1, 8))
+        demands.append(Demand(time, prompt, draw(st.integers(1, 50)), prefix, kept))
+    return demands
+
+
+class OneByOne(Decoding):
+    """Requests that decode, of which no run is longer than a step."""
+
+    def longest_run(self, blocks):
+        assert self.pages.grown(self.count, self.steps, 1) <= blocks
+        return min(super().longest_run(blocks), 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sharing(), schedulings, st.integers(26, 60))
+def test_jumps_with_prefixes_decide_as_single_steps_do(demands, scheduling, blocks):
+    costs = CROWDED.replace(kv_blocks=blocks)
+    scheduling = replace(scheduling, prefix_cache=True)
+    jumped, replica = served(costs, scheduling, demands)
+    with patch("meshwise.simulation.serving.replica.Decoding", OneByOne):
+        single, slow = served(costs, scheduling, demands)
+    assert jumped == single
+    for one in (replica, slow):
+        assert one.cache.used == one.cache.prefixes.pinned == 0
+        assert one.cache.prefixes.blocks <= blocks
+        assert one.activity.kv_peak_blocks <= blocks
+    decided = ("hit_tokens", "preemptions", "prefilled", "generated", "decode_steps", "kv_peak_blocks")
+    assert all(getattr(replica.activity, name) == getattr(slow.activity, name) for name in decided)
+    assert replica.cache.prefixes.blocks == slow.cache.prefixes.blocks

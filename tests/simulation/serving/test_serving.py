@@ -13,6 +13,7 @@ from meshwise.jobs.lengths import parse_lengths
 from meshwise.jobs.traffic import Demand, DrawnLoad, SharedPrefixes, Trace, parse_arrivals
 from meshwise.simulation.serving import (
     POLICIES,
+    PREEMPTIONS,
     Autoscaling,
     PrefillPool,
     Scheduling,
@@ -24,7 +25,6 @@ from meshwise.simulation.serving import (
 )
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Recorder
-from meshwise.simulation.serving.system import PREEMPTIONS
 
 #: About LLaMA-3-70B on eight H100.
 COSTS = EngineCosts(
@@ -119,7 +119,8 @@ def test_nothing_is_lost(routing, scheduling, separate):
     replicas = [*fleet.replicas, *fleet.prefill]
     for replica in replicas:
         assert (replica.outstanding, replica.decoding.count) == (0, 0)
-        assert not [*replica.waiting, *replica.ready, *replica.prefilling]
+        scheduler = replica.scheduler
+        assert not [*scheduler.waiting, *scheduler.ready, *scheduler.prefilling]
         replica.clock = math.inf
         replica._drop_sent()
         assert replica.cache.used == pytest.approx(0, abs=1e-6)

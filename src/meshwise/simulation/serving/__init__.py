@@ -1,5 +1,6 @@
 """Serving over time: requests, replicas that batch them, what users notice. Not here: what a step takes (`costs`)."""
 
+from meshwise.scheduling import POLICIES, PREEMPTIONS, Scheduling, Speculation
 from meshwise.simulation.serving.recording import Activity, Sample
 from meshwise.simulation.serving.results import LatencyTarget, LatencyTargets, Quantiles, ServingResult, Targets
 from meshwise.simulation.serving.simulate import (
@@ -12,16 +13,14 @@ from meshwise.simulation.serving.simulate import (
     simulate_serving,
 )
 from meshwise.simulation.serving.system import (
-    POLICIES,
     Autoscaling,
     PrefillPool,
-    Scheduling,
     ServingSystem,
-    Speculation,
 )
 
 __all__ = [
     "POLICIES",
+    "PREEMPTIONS",
     "Activity",
     "Autoscaling",
     "Capacity",

@@ -1,48 +1,38 @@
-"""Requests that decode together: any number of their steps is one jump, in closed form.
+"""Seconds of requests that decode together: any number of their steps is one jump, in closed form.
 
-Time is counted in decode steps of the replica, S. A request that joins before step S with x tokens cached attends
-to x + 1 in its first step and to one more in each later one: to offset + S, where its offset never changes. So sums
-over all requests are a sum of offsets and a count, a finish is a number of a step, and a request is touched when it
-joins and when it leaves. With speculation a step gives `growth` tokens on average instead of one.
-
-Not here: when to decode, and whose cache gives way (`replica`).
+In the steps of `scheduling.Running` sums over all requests are a sum of offsets and a count, a finish is a number of a
+step, and a request is touched when it joins and when it leaves. Not here: when to decode, and whose cache gives way
+(`scheduling`).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
 from functools import cache, lru_cache
 
+import numpy as np
+
 from meshwise.costs.engine import AttentionCosts, EngineCosts
-from meshwise.simulation.serving.cache import FluidPages, Pages, Request
-from meshwise.simulation.serving.system import Speculation
+from meshwise.scheduling import Running, Speculation
+from meshwise.simulation.serving.requests import Request
 
 #: Numbers of tokens of a prefill whose seconds are remembered.
 _REMEMBERED = 4096
 
 
-class Decoding:
-    """The requests of a replica that decode.
+class Decoding(Running[Request]):
+    """The requests of a replica that decode, and their seconds.
 
     Args:
         costs: of a step.
         speculation: what drafts there are.
-
-    Attributes:
-        steps: decode steps done.
-        count: requests.
+        random: draws which drafts are accepted.
     """
 
-    def __init__(self, costs: EngineCosts, speculation: Speculation | None) -> None:
-        self.costs = costs
-        self.speculation = speculation
-        self.growth: float = 1 if speculation is None else speculation.tokens_per_step
-        self.pages: Pages | FluidPages = (
-            Pages(costs.block_tokens) if speculation is None else FluidPages(costs.block_tokens, self.growth)
-        )
-        self.steps = self.count = self.joins = 0
+    def __init__(self, costs: EngineCosts, speculation: Speculation | None, random: np.random.Generator) -> None:
+        super().__init__(costs.block_tokens, speculation)
+        self.costs, self.speculation, self._random = costs, speculation, random
         self.offsets: float = 0
         self.finishes: list[tuple[int, int, Request]] = []
         self.read_s = sum(kind.seconds_per_cached_token for kind in costs.attention if kind.window is None)
@@ -52,52 +42,41 @@ class Decoding:
         self.prefill_seconds = lru_cache(_REMEMBERED)(lambda tokens: self.step_seconds_of(0, tokens))
         self._step_s = self._growth_s = 0.0
 
-    def join(self, request: Request, cached: float, steps: int) -> None:
-        """Take in a request.
-
-        Args:
-            request: now its cache holds `cached` tokens.
-            cached: tokens.
-            steps: after which it is done.
-        """
-        self.joins += 1
-        request.serial = self.joins
-        request.cached = cached
-        request.joined, request.last = self.steps, self.steps + steps
-        request.offset = offset = cached + 1 - self.growth * self.steps
-        self.count += 1
-        self.offsets += offset
-        self.pages.join(offset)  # type: ignore[arg-type]
+    def join(self, request: Request, cached: float) -> None:
+        """Take in a request whose cache holds `cached` tokens."""
+        Running.join(self, request, cached)
+        steps = request.output - request.produced
+        if self.speculation is not None:
+            steps = self.speculation.steps(self._random, steps)
+        request.last = self.steps + steps
+        self.offsets += request.offset
         heapq.heappush(self.finishes, (request.last, request.serial, request))
         for window in self.windows:
             window.join(request, self.steps)
 
     def leave(self, request: Request) -> None:
-        """Let a request go; `tokens` of it must be asked before."""
-        self.count -= 1
+        """Let a request go; `tokens` and `produced` of it must be asked before."""
+        Running.leave(self, request)
         self.offsets -= request.offset
-        self.pages.leave(request.offset)  # type: ignore[arg-type]
         for window in self.windows:
             window.leave(request, self.steps)
-        request.serial = 0
         if not self.count:
             self.offsets = 0  # no rounding is carried on
 
-    def tokens(self, request: Request) -> float:
-        """Tokens of a request that the cache holds now."""
-        return request.offset + self.growth * self.steps - 1
+    def produced(self, request: Request) -> int:
+        """Tokens of its output that a request has now; of drafts a share of those that it still gets."""
+        remaining, steps = request.output - request.produced, request.last - request.joined
+        return request.produced + min((self.steps - request.joined) * remaining // steps, remaining - 1)
 
-    def finished(self) -> Iterator[Request]:
-        """Remove and yield the requests that are done."""
-        finishes = self.finishes
-        while finishes and finishes[0][0] <= self.steps:
+    def ending(self, steps: int) -> list[Request]:
+        """Remove and give the requests that are done after so many more steps."""
+        finishes, last = self.finishes, self.steps + steps
+        done: list[Request] = []
+        while finishes and finishes[0][0] <= last:
             _, serial, request = heapq.heappop(finishes)
             if request.serial == serial:
-                yield request
-
-    def last_joined(self) -> Request:
-        """Find the one that joined last."""
-        return max((entry for entry in self.finishes if entry[2].serial == entry[1]), key=lambda entry: entry[1])[2]
+                done.append(request)
+        return done
 
     def longest_run(self, blocks: float) -> int:
         """Count the steps until one is done, or reaches a window, or blocks run out; prepare `seconds` for them."""

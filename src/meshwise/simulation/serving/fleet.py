@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import format_time
 from meshwise.jobs.traffic import Demand, Load
-from meshwise.simulation.serving.cache import Request
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.replica import Replica
+from meshwise.simulation.serving.requests import Request
 from meshwise.simulation.serving.system import PrefillPool, ServingSystem
 
 #: Requests that a replica may have more than the least loaded one, and still get those whose prefix it has.
@@ -114,7 +114,8 @@ class Fleet:
             time = demand.arrival
             if prefill:
                 self._deliver(time)
-            self._scale(time)
+            if time >= self._due:
+                self._scale(time)
             if demand.prompt > most_prompt or demand.prompt + demand.output - 1 > most_tokens:
                 self.refused += 1
                 continue

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwise.simulation.serving.cache import Request
+from meshwise.simulation.serving.requests import Request
 
 #: Columns of a request's row.
 COLUMNS = ("index", "arrival", "started", "first", "finished", "prompt", "output", "preemptions")

@@ -14,9 +14,9 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.engine import EngineCosts
-from meshwise.simulation.serving.cache import Request
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Activity, Span
+from meshwise.simulation.serving.requests import Request
 from meshwise.simulation.serving.system import ServingSystem
 
 Values = np.ndarray[Any, np.dtype[np.float64]]

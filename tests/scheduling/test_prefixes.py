@@ -2,7 +2,7 @@
 
 import random
 
-from meshwise.simulation.serving.cache import PrefixCache
+from meshwise.scheduling import PrefixCache
 
 
 def size(cache):

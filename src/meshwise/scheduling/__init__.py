@@ -1,0 +1,29 @@
+"""What an engine does next: queues, policies, blocks of the cache, shared prefixes. No time, and nothing is executed.
+
+The simulator and the engine both drive it, so that what is simulated is what runs.
+"""
+
+from meshwise.scheduling.cache import PagedCache
+from meshwise.scheduling.limits import POLICIES, PREEMPTIONS, Scheduling, Speculation
+from meshwise.scheduling.pages import FluidPages, Pages
+from meshwise.scheduling.prefixes import Path, PrefixCache
+from meshwise.scheduling.requests import Piece, Request
+from meshwise.scheduling.running import Running
+from meshwise.scheduling.scheduler import Scheduler, Step
+
+__all__ = [
+    "POLICIES",
+    "PREEMPTIONS",
+    "FluidPages",
+    "PagedCache",
+    "Pages",
+    "Path",
+    "Piece",
+    "PrefixCache",
+    "Request",
+    "Running",
+    "Scheduler",
+    "Scheduling",
+    "Speculation",
+    "Step",
+]
