@@ -16,7 +16,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload
-from meshwise.costs.pipeline import Pipeline, num_layers
+from meshwise.costs.pipeline import Pipeline, fills, num_layers
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.models import Model
@@ -212,7 +212,7 @@ def check_pipeline(layers: int, layout: Layout) -> None:
     reason = pipeline.schedule.why_not(pipeline.shape)
     if reason is not None:
         raise LayoutError(f"layout: schedule={reason}")
-    if pipeline.num_chunks > max(layers, 1):
+    if not fills(layers, pipeline):
         raise LayoutError(
             f"layout: schedule={layout.schedule} on {layout.stage} stages cuts the model into {pipeline.num_chunks} "
             f"chunks, found {layers} layers; use fewer stages or virtual stages"

@@ -115,6 +115,16 @@ def num_layers(blocks: Iterable[Block]) -> int:
     return sum(block.repeat for block in blocks if block.role == "layer")
 
 
+def fills(layers: int, pipeline: Pipeline) -> Condition:
+    """Whether no chunk of a pipeline is empty: each has a layer.
+
+    In an interleaved one of two chunks more than layers the first holds the embedding alone, and the last the head, as
+    that of LLaMA-3.1-405B (126 layers, 16 stages of 8 chunks).
+    """
+    enough = pipeline.num_chunks <= max(layers, 1)
+    return enough | (pipeline.num_chunks == layers + 2) if pipeline.schedule.name == "interleaved" else enough
+
+
 def chunk_shares(layers: int, pipeline: Pipeline) -> _Three:
     """Share of the copies of a block in the first chunk, in one between, and in the last, by the block's role.
 

@@ -11,7 +11,8 @@ from meshwise.scoring.rows import TrainingRun, first_match
 
 #: A source's words -> precision; the first that is found.
 _PRECISIONS = (
-    (r"^mxfp8|fp8-mx|alternative granularity", "mxfp8"),
+    (r"mxfp8|fp8-mx|alternative granularity", "mxfp8"),
+    (r"float8|^bf16 ?\+ ?fp8", "fp8-current"),
     (r"nvfp4|^fp4", "nvfp4"),
     (r"fp8-cs|main value", "fp8-current"),
     (r"fp8.*1x128|fp8-block|blockwise", "fp8-block"),

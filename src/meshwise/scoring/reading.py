@@ -119,7 +119,7 @@ def _read_row(
     try:
         return _row({**values, "id": name}, where, kind)
     except MeshwiseError as error:
-        return UnreadRow(name, str(error))
+        return UnreadRow(name, str(error), values.get("primary", "").strip() != "no")
 
 
 def _row(values: Mapping[str, str], where: str, kind: type[R]) -> R:

@@ -26,10 +26,12 @@ class UnreadRow:
     Args:
         id: of the row, or the number of its line.
         reason: the line and the column, what was expected, what was found.
+        counts: whether it would be an independent number if it could be read.
     """
 
     id: str
     reason: str
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

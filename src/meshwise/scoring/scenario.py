@@ -16,8 +16,9 @@ from functools import cache
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.problem import ServingProblem, TrainingProblem
-from meshwise.hardware import Chip, Cluster, Fabric, load_chip, parse_cluster
+from meshwise.hardware import Chip, Cluster, Fabric, chips, load_chip, load_cluster_file, parse_cluster
 from meshwise.hardware.chip import Source
+from meshwise.hardware.names import assemble
 from meshwise.hardware.network import Level
 from meshwise.hardware.trees import FabricLevel, build_tree
 from meshwise.models import Model, load_model, model_names
@@ -57,6 +58,8 @@ _PLAIN = ("MaxText GPT", "Megatron GPT", "GPT", "MPT", "BLOOM", "OPT")
 _NO_BIAS = ("MPT", "MaxText GPT")
 #: Other families whose feed-forward is gated.
 _GATED = ("Llama", "Mixtral", "Mistral", "DeepSeek", "Qwen", "Gemma", "Kimi", "GLM")
+#: Families whose head is the table of tokens, whatever their size.
+_TIED = ("Gemma",)
 
 
 def family_of(run: Row) -> str:
@@ -119,9 +122,16 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
+#: Share by which tables of tokens are padded, or cut, by who trains a model.
+_PADDING = 0.01
+
+
 def _agrees(model: Model, run: Row) -> bool:
     """Whether what a row says of the dimensions is true of a model."""
-    return all(said is None or said in known for _, said, known in _dimensions(model, run))
+    return all(
+        said is None or said in known or (name == "vocab" and abs(said / model.vocab_size - 1) < _PADDING)
+        for name, said, known in _dimensions(model, run)
+    )
 
 
 def _dimensions(model: Model, run: Row) -> list[tuple[str, int | None, set[int]]]:
@@ -160,7 +170,8 @@ def _of_dimensions(run: Row, vocab: int) -> tuple[Model, tuple[str, ...]]:
     switches = _switches(run, family)
     open_ones = [name for name in ("gated", "tied") if name not in switches]
     tried: list[tuple[float, Model, dict[str, str]]] = []
-    for values in itertools.product(("yes", "no"), repeat=len(open_ones)):
+    usual = {"gated": ("yes", "no"), "tied": ("no", "yes")}  # of several that are as near, the first
+    for values in itertools.product(*(usual[name] for name in open_ones)):
         chosen = dict(zip(open_ones, values, strict=True))
         model = load_model(" ".join(f"{k}={v}" for k, v in {**said, **switches, **chosen}.items() if v is not None))
         off = abs(model.parameters.total / 1e9 / run.params_b - 1) if run.params_b else 0.0
@@ -184,7 +195,9 @@ def _switches(run: Row, family: str) -> dict[str, str]:
     words, found = run.words, {}
     if "2-matrix" in words or "gelu 4x" in words:
         found["gated"] = "no"
-    if "tied" in words and "untied" not in words:
+    if "tied" in words:
+        found["tied"] = "no" if "untied" in words else "yes"
+    elif family in _TIED:
         found["tied"] = "yes"
     return found | {"gated": "yes"} if family in _GATED else found
 
@@ -206,6 +219,8 @@ def cluster_of(run: Row) -> tuple[Cluster, tuple[str, ...]]:
     """
     if not run.chip:
         raise MeshwiseError(f"chip is blank; the catalog has none for {run.hardware or 'this hardware'!r}")
+    if run.chip.endswith(".toml"):
+        return _of_file(run.chip, run.n_chips)
     chip = load_chip(run.chip)
     if chip.vendor == "google":
         slices, notes = _slices(run)
@@ -217,6 +232,15 @@ def cluster_of(run: Row) -> tuple[Cluster, tuple[str, ...]]:
         beyond = (f"network between nodes: the usual one of {chip.title}",) if run.n_chips > node else ()
         return parse_cluster(f"{chip.name}:{run.n_chips}"), beyond
     return _on_network(chip, run, bandwidth / chip.chips_per_host), ()
+
+
+def _of_file(path: str, num_chips: int) -> tuple[Cluster, tuple[str, ...]]:
+    """As many chips as a file describes one of, on the network that such chips usually have."""
+    chip = load_cluster_file(path).chip
+    if chip.vendor != "google":
+        return assemble(f"{chip.name}:{num_chips}", chip, num_chips, chip.network), ()
+    like = next(name for name, known in chips().items() if known.network == chip.network)
+    return parse_cluster(f"{like}:{num_chips}").replace(chip=chip), ("one slice: none are mentioned",)
 
 
 def node_bandwidth(words: str) -> float | None:

@@ -180,7 +180,7 @@ def predict_all(
 
     Returns: predictions, refusals, and the rows that do not count.
     """
-    counted = [run for run in runs if isinstance(run, UnreadRow) or run.counts]
+    counted = [run for run in runs if run.counts]
     predictions: list[P] = []
     refusals: list[Refusal] = []
     for number, run in enumerate(counted, 1):
@@ -190,11 +190,13 @@ def predict_all(
             refusals.append(found)
         else:
             predictions.append(found)
-    aside = (Refusal(run, _why_aside(run)) for run in runs if isinstance(run, Row) and not run.counts)
+    aside = (Refusal(run, _why_aside(run)) for run in runs if not run.counts)
     return tuple(predictions), tuple(refusals), tuple(aside)
 
 
-def _why_aside(run: Row) -> str:
+def _why_aside(run: Row | UnreadRow) -> str:
+    if isinstance(run, UnreadRow):
+        return f"primary is no, and it cannot be read: {run.reason}"
     if isinstance(run, ServingRun) and "queue" in run.phase:
         return "primary is no: a time that includes queueing, of a run whose other row counts"
     return f"primary is no: {run.measured_metric} of a run whose other row counts"

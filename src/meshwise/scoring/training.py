@@ -19,6 +19,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.spread import likely_interval, uncertainty_sources
+from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.scoring.formats import precision_of
@@ -76,7 +77,7 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
     calibration, of_software = calibration_of(
         run, calibration, chip=cluster.chip, mixture=bool(model.mixtures), unseen=unseen
     )
-    sizes, choices, of_layout = _layout(run, model)
+    sizes, choices, of_layout = _layout(run, model, cluster)
     Layout.from_json({**sizes, **choices})  # checks every value
     settled = {*choices, *(("zero",) if sizes["data"] == 1 else ())}
     return TrainingScenario(
@@ -88,20 +89,30 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
     )
 
 
-def _layout(run: TrainingRun, model: Model) -> tuple[dict[str, int], dict[str, Any], list[str]]:
+def _layout(run: TrainingRun, model: Model, cluster: Cluster) -> tuple[dict[str, int], dict[str, Any], list[str]]:
     """Sizes of mesh axes, the choices that the row says, and what was assumed."""
     sizes = dict.fromkeys(MESH_AXES, 1)
     choices: dict[str, Any] = {}
     notes: list[str] = []
-    tp, pp, cp = run.tp or 1, run.pp or 1, run.cp or 1
+    tp, pp, cp, micro_batch = run.tp or 1, run.pp or 1, run.cp or 1, run.micro_batch
     dp = run.dp or run.n_chips // (tp * pp * cp)
+    chip = cluster.chip
+    if chip.devices_per_chip > 1 and tp * pp * cp * dp == run.n_chips * chip.devices_per_chip:
+        tp, dp, micro_batch = _as_chips(run, tp, dp, chip.devices_per_chip)
+        notes.append(f"its ways count devices, {chip.devices_per_chip} a chip: those of a chip are taken together")
     if tp * pp * cp * dp != run.n_chips:
         raise MeshwiseError(
             f"tp {tp} x pp {pp} x cp {cp} x dp {dp} = {tp * pp * cp * dp:,} chips, but n_chips is {run.n_chips:,}"
         )
     sizes |= {"tensor": tp, "stage": pp, "context": cp}
     _check_ways(run, model)
-    _shards(run, _experts(run.ep or 1, dp, tp, sizes, choices), sizes, choices)
+    replicas = _experts(run.ep or 1, dp, tp, sizes, choices)
+    _shards(run, replicas, sizes, choices)
+    if not run.fsdp_or_zero_stage and chip.vendor == "google":  # as MaxText's default mesh
+        copies = cluster.num_slices if replicas % cluster.num_slices == 0 else 1
+        sizes |= {"data": copies, "fsdp": replicas // copies}
+        choices["zero"] = 1 if copies > 1 else 0
+        notes.append("FSDP over the replicas of a slice: the usual way on TPUs")
     if tp > 1:
         choices["sequence_parallel"] = run.sp is None or run.sp > 1
     if cp > 1:
@@ -110,10 +121,20 @@ def _layout(run: TrainingRun, model: Model) -> tuple[dict[str, int], dict[str, A
         choices["schedule"] = "interleaved" if (run.vpp or 1) > 1 else "1f1b"
         choices["virtual_stages"] = run.vpp or 1
     read_recompute(run, model, choices, notes)
-    _microbatches(run, sizes, choices)
+    _microbatches(run, micro_batch, sizes, choices)
     if "tokendrop" in run.words:
         notes.append("tokens beyond an expert's capacity are dropped: taken as balanced")
     return sizes, choices, notes
+
+
+def _as_chips(run: TrainingRun, tp: int, dp: int, devices: int) -> tuple[int, int, int | None]:
+    """Ways of tensor parallelism and of replicas, and the microbatch, where the devices of a chip are one.
+
+    Replicas are taken together first: a chip then works on what its devices do.
+    """
+    if dp % devices:
+        return tp // devices, dp, run.micro_batch
+    return tp, dp // devices, run.micro_batch and run.micro_batch * devices
 
 
 def _check_ways(run: TrainingRun, model: Model) -> None:
@@ -147,6 +168,7 @@ def _experts(ep: int, dp: int, tp: int, sizes: dict[str, int], choices: dict[str
 
 #: A source's words for what replicas share -> ZeRO stage; 3 is FSDP.
 _STAGES = (
+    (r"(?:no|not|without|never) re-?shard|reshard_after_forward\s*[=:]?\s*(?:false|never|no)\b", 2),
     (r"zero-2|zero stage 2|shard_grad_op", 2),
     (r"fsdp|zero-3|zero stage 3|full_shard", 3),
     (r"distributed optimizer|zero-1|zero stage 1", 1),
@@ -179,6 +201,8 @@ def _copies(run: TrainingRun, words: str, dp: int) -> int:
     across = re.search(r"dp=(\d+) across", words)
     within = re.search(r"within (\d+)-gpu|over (\d+)\b(?! chips)", words)
     said = int(across[1]) if across else int(within[1] or within[2]) if within else None
+    if said and said % dp == 0:  # of all replicas, or of their devices
+        return 1
     if said is None and "hybrid" not in words:
         return 1
     if said is None or dp % said:
@@ -189,19 +213,19 @@ def _copies(run: TrainingRun, words: str, dp: int) -> int:
     return said if across else dp // said
 
 
-def _microbatches(run: TrainingRun, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+def _microbatches(run: TrainingRun, micro_batch: int | None, sizes: dict[str, int], choices: dict[str, Any]) -> None:
     replicas = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    if run.micro_batch is None:
+    if micro_batch is None:
         if run.global_batch_seqs % replicas:
             raise MeshwiseError(f"{run.global_batch_seqs:,} sequences do not divide over {replicas:,} replicas")
         return
-    number, rest = divmod(run.global_batch_seqs, replicas * run.micro_batch)
+    number, rest = divmod(run.global_batch_seqs, replicas * micro_batch)
     if rest or not number:
         raise MeshwiseError(
-            f"global_batch_seqs {run.global_batch_seqs:,} is no multiple of micro_batch {run.micro_batch} x "
+            f"global_batch_seqs {run.global_batch_seqs:,} is no multiple of micro_batch {micro_batch} x "
             f"{replicas:,} replicas"
         )
-    choices |= {"micro_batch": run.micro_batch, "num_microbatches": number}
+    choices |= {"micro_batch": micro_batch, "num_microbatches": number}
 
 
 #: Metric of memory -> the classes of an estimate that it measures.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
-from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.pipeline import Pipeline, fills
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES
@@ -281,7 +281,7 @@ class Choices:
 
 def allowed(variant: PipelineVariant, first: PipelineVariant, pipeline: Pipeline, layers: int) -> Mask:
     """Where a schedule can run and is no copy of another: no chunk is empty, and one stage has one schedule at most."""
-    can = pipeline.schedule.allows(pipeline.shape) & (pipeline.num_chunks <= layers)
+    can = pipeline.schedule.allows(pipeline.shape) & fills(layers, pipeline)
     return np.asarray(can & ((pipeline.shape.stages > 1) | (variant == first)), bool)
 
 

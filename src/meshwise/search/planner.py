@@ -18,7 +18,7 @@ from meshwise.core.explanation import Answer
 from meshwise.core.units import format_time
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.offload import check_offload
-from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.pipeline import Pipeline, fills
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
 from meshwise.search.baselines import Baseline, baselines, variations
@@ -337,11 +337,11 @@ def _check_schedule(problem: TrainingProblem, request: LayoutRequest) -> None:
     replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
     numbers = [m for _, m in batch_cuts(problem.job.sequences, problem.job.batch_slack, replicas)]
     for name in names:
-        chunks, layers = Pipeline.of(name, request.sizes["stage"], 1, pieces).num_chunks, problem.model.num_layers
-        if chunks > layers:
+        pipeline, layers = Pipeline.of(name, request.sizes["stage"], 1, pieces), problem.model.num_layers
+        if not fills(layers, pipeline):
             raise LayoutError(
-                f"layout: schedule={name} cuts the model into {chunks:.0f} pieces, at least a layer each; it has "
-                f"{layers} layers: use fewer stages{' or virtual_stages' if name == 'interleaved' else ''}"
+                f"layout: schedule={name} cuts the model into {pipeline.num_chunks:.0f} pieces, at least a layer each; "
+                f"it has {layers} layers: use fewer stages{' or virtual_stages' if name == 'interleaved' else ''}"
             )
         shapes = [PipelineShape(request.sizes["stage"], m, pieces) for m in numbers]
         reasons = [find_schedule(name).why_not(s) for s in shapes]

@@ -1,0 +1,112 @@
+"""Words of training rows that are easily misread: formats, shards, pipelines, models, devices, chip files."""
+
+import pytest
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.hardware.cluster_file import TEMPLATE
+from meshwise.scoring import Refusal, TrainingRun, predict_training, read_rows, score_training
+from meshwise.scoring.formats import precision_of
+from meshwise.scoring.scenario import model_of
+from meshwise.scoring.training import build_scenario
+
+BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
+        "measured_value": 20.0, "unit": "s", "chip": "h100-sxm", "model": "llama-3-8b"}  # fmt: skip
+
+
+def run(**changes):
+    return TrainingRun(**(BASE | changes))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        ("bf16 + float8", "fp8-current"),
+        ("bf16 + FP8", "fp8-current"),
+        ("float8 (rowwise)", "fp8-current"),
+        ("bf16 + MXFP8", "mxfp8"),
+        ("bf16 (fp32 reduce)", "bf16,master=fp32"),
+    ],
+)
+def test_narrow_formats_beside_bf16(dtype, precision):
+    assert precision_of(run(dtype=dtype, software="torchtitan", chip="b200-sxm"))[0] == precision
+
+
+@pytest.mark.parametrize(
+    "words", ["FSDP2, no re-shard after forward", "FSDP (reshard_after_forward=False)", "FSDP without resharding"]
+)
+def test_weights_that_stay_gathered_are_zero_2(words):
+    layout = build_scenario(run(fsdp_or_zero_stage=words)).layout
+    assert (layout.sizes["data"], layout.sizes["fsdp"]) == (8, 1)
+    assert layout.choices["zero"] == 2
+    assert build_scenario(run(fsdp_or_zero_stage="FSDP2, re-shard after forward")).layout.sizes["fsdp"] == 8
+
+
+LLAMA_405B = {"model": "Llama-3.1-405B", "layers": 126, "d_model": 16384, "n_heads": 128, "n_kv_heads": 8,
+              "d_ff": 53248, "vocab": 128256}  # fmt: skip
+
+
+def test_embedding_and_loss_may_be_pieces_of_a_pipeline():
+    """16 stages of 8 pieces hold 126 layers, the embedding and the head; a piece more, and some are empty."""
+    cells = LLAMA_405B | {"tp": 8, "pp": 16, "vpp": 8, "n_chips": 1024, "global_batch_seqs": 512, "micro_batch": 1}
+    found = predict_training(run(**cells, dtype="fp8", software="NeMo container 25.11", measured_value=100.0))
+    assert not isinstance(found, Refusal)
+    assert (found.layout.stage, found.layout.virtual_stages) == (16, 8)
+    one_less = predict_training(run(**(cells | {"layers": 125}), dtype="fp8", measured_value=100.0))
+    assert "at least a layer each" in one_less.reason
+
+
+def test_a_padded_table_of_tokens_does_not_make_another_model():
+    cells = {"layers": 48, "d_model": 3840, "n_heads": 16, "n_kv_heads": 8, "head_dim": 256, "d_ff": 15360}
+    model, _ = model_of(run(model="Gemma-3-12B", vocab=262144, **cells))
+    assert {b.name: b.repeat for b in model.train_program() if b.role == "layer"} == {
+        "layer.local": 40,
+        "layer.global": 8,
+    }
+    other, _ = model_of(run(model="Gemma-3-12B", vocab=128000, **cells))
+    assert other.vocab_size == 128000
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "tied"), [("Llama 7B own", "", False), ("Own", "tied logits", True), ("Gemma own", "", True)]
+)
+def test_heads_are_tables_of_their_own_unless_something_says_otherwise(name, arch, tied):
+    cells = {"layers": 4, "d_model": 1024, "n_heads": 8, "d_ff": 4096, "vocab": 32000}
+    model, _ = model_of(run(model=name, arch_source=arch, **cells))
+    table = 1024 * 32000
+    assert (model.parameters.total - 4 * (4 * 1024**2 + 3 * 1024 * 4096) < 1.5 * table) is tied
+
+
+def test_ways_may_count_devices_of_which_a_chip_has_two():
+    cells = {"chip": "tpu7x", "n_chips": 64, "global_batch_seqs": 256, "software": "MaxText", "recompute": "full"}
+    scenario = build_scenario(run(**cells, dp=128, micro_batch=2, fsdp_or_zero_stage="FSDP over 128"))
+    assert scenario.layout.sizes["fsdp"] == 64
+    assert (scenario.layout.choices["micro_batch"], scenario.layout.choices["num_microbatches"]) == (4, 1)
+    assert "devices" in " ".join(scenario.assumed)
+    tensor = build_scenario(run(**cells, tp=2, dp=64, fsdp_or_zero_stage="FSDP"))
+    assert (tensor.layout.sizes["tensor"], tensor.layout.sizes["fsdp"]) == (2, 32)
+    with pytest.raises(MeshwiseError, match="n_chips is 64"):
+        build_scenario(run(**cells, dp=96))
+
+
+def test_replicas_of_tpus_share_weights_unless_the_row_says_otherwise():
+    cells = {"chip": "v5e", "n_chips": 512, "global_batch_seqs": 512, "notes": "2 slice(s)"}
+    assert {a: n for a, n in build_scenario(run(**cells)).layout.sizes.items() if n > 1} == {"data": 2, "fsdp": 256}
+    assert build_scenario(run(**cells, fsdp_or_zero_stage="DDP")).layout.sizes["data"] == 512
+
+
+def test_a_chip_may_be_a_file(tmp_path):
+    file = tmp_path / "chip.toml"
+    file.write_text(TEMPLATE)
+    found = predict_training(run(chip=str(file)))
+    assert found.scenario.problem.cluster.chip.hbm_bandwidth == 4e12
+    assert found.scenario.problem.cluster.num_chips == 8
+    assert "none.toml" in predict_training(run(chip=str(tmp_path / "none.toml"))).reason
+
+
+def test_rows_that_are_not_primary_are_not_counted_though_they_cannot_be_read():
+    header = ",".join(BASE) + ",primary"
+    cells = ",".join(str(v) for v in BASE.values())
+    broken = cells.replace("x,8", "y,eight", 1)
+    score = score_training(read_rows(f"{header}\n{cells},yes\n{broken},no\n", "rows.csv", TrainingRun))
+    assert (len(score.predictions), len(score.refusals), len(score.set_aside)) == (1, 0, 1)
+    assert "cannot be read" in score.set_aside[0].reason
