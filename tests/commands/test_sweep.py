@@ -99,7 +99,7 @@ BAD = [
     ("a.toml", "command = 'fit'\non = ['h100:1', 'h200:1']\nmodel = 'm'\ncontext = 0\n", "line 4, context: expected "),
     ("a.toml", "command = 'train'\n", "unknown command of a sweep 'train'"),
     ("a.toml", "model = 'm'\n", "command is missing: plan train"),
-    ("a.toml", "command = \n", "a.toml: expected TOML: "),
+    ("a.toml", "command = \n", "a.toml is not TOML: "),
     ("a.csv", "command,model,on\nfit,llama-3-8b,h100:1,4\n", "a.csv, line 2: expected 3 cells, found 4"),
     ("a.csv", "command,on\nfit,h100:1\n", "a.csv, line 2, model is missing"),
     ("a.csv", "command,model,on,context\nfit,llama-3-8b,h100:1,0\n", "line 2, column context: expected more than"),

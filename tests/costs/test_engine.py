@@ -91,7 +91,7 @@ def test_what_is_wrong_is_said(change, words):
 
 
 def test_what_is_no_document_is_said():
-    with pytest.raises(ConfigError, match=r"costs.json: expected JSON: .* line 1"):
+    with pytest.raises(ConfigError, match=r"costs.json: not valid JSON: .* line 1"):
         EngineCosts.from_json("{", "costs.json")
     with pytest.raises(ConfigError, match="schema_version: expected '1', found 2"):
         EngineCosts.from_json('{"schema_version": 2, "engine_costs": {}}')

@@ -14,6 +14,7 @@ from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights
+from meshwise.runtime.weights.files import SafetensorsFiles
 from meshwise.sharding.layout import Layout
 from tests.runtime.golden import NAMES, Golden
 
@@ -86,6 +87,20 @@ def test_files_are_read_by_their_index_and_in_bf16(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     _, weights = load(golden, tmp_path)
     np.testing.assert_array_equal(weights["embed"]["w_embed"], tensors["model.embed_tokens.weight"].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"weight_map": ' + files + "}" for files in ('{"a": "../b"}', '{"a": "/b"}', '{"a": 1}', "{}", "[]")),
+        *("[]", "{", "[" * 10_000),
+    ],
+)
+def test_an_index_that_leads_elsewhere_or_is_none_is_refused(tmp_path, text):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json"):
+        SafetensorsFiles(tmp_path)
 
 
 def test_a_file_that_is_not_the_models_is_refused_by_name(tmp_path):

@@ -64,6 +64,11 @@ def test_a_file_of_nothing_is_refused():
         read()
 
 
+def test_a_cell_that_is_too_long_is_said_with_its_line():
+    with pytest.raises(MeshwiseError, match=r"runs.csv, line 2: expected CSV: field larger than field limit"):
+        read("x" * 200_000)
+
+
 def test_the_second_row_of_an_id_is_refused():
     first, second = read(ROW, ROW)
     assert first.id == "a"

@@ -6,7 +6,8 @@ import pytest
 
 import meshwise
 from meshwise.commands.estimate_serve import EstimateServeRequest
-from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.commands.plan_files import read_plan
+from meshwise.core.errors import ConfigError, MeshwiseError, StalePlanWarning
 from meshwise.search import Plan, plan_training
 from meshwise.search.plan import ServingPlan
 from tests.costs.small_problems import FEW, tiny
@@ -117,3 +118,27 @@ def test_numbers_that_are_too_long_or_nested_too_deeply_are_refused():
     for bad in ("9" * 5000, "[" * 500 + "]" * 500, "NaN"):
         with pytest.raises(MeshwiseError):
             Plan.from_json(text.replace('"seq_len": 8192.0', f'"seq_len": {bad}'))
+
+
+def test_an_estimate_that_the_inputs_do_not_give_is_noticed(tmp_path):
+    plan = planned().plans[0]
+    assert Plan.from_json(plan.to_json()).stale == ""
+    saved = json.loads(plan.to_json())
+    saved["estimate"]["step_time_s"] *= 2
+    assert Plan.from_json(json.dumps(saved)).stale.startswith("step_time_s ")
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(saved))
+    with pytest.warns(StalePlanWarning, match=r"plan .*plan.json': its estimate is not what .* saved, .* now"):
+        read_plan(file, Plan)
+    saved["job"]["batch_tokens"] *= 2  # what was asked was changed, the estimate was not
+    assert "step_time_s" in Plan.from_json(json.dumps(saved)).stale
+    del saved["estimate"]  # as versions before wrote it
+    assert Plan.from_json(json.dumps(saved)).stale == ""
+
+
+@pytest.mark.parametrize("kept", [{}, {"step_time_s": 1}, {"step_time_s": "1", "memory_bytes": 1}, [], None])
+def test_an_estimate_of_other_kinds_is_refused(kept):
+    saved = json.loads(planned().plans[0].to_json())
+    saved["estimate"] = kept
+    with pytest.raises(ConfigError, match="plan JSON: estimate"):
+        Plan.from_json(json.dumps(saved))

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -22,7 +23,7 @@ import click
 
 from meshwise import __version__
 from meshwise.cli.streams import discard, tell
-from meshwise.core.errors import MeshwiseError, UnknownNameError, short
+from meshwise.core.errors import MeshwiseError, StalePlanWarning, UnknownNameError, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,7 @@ def main(args: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a question mark where the terminal's encoding lacks a character
             stream.reconfigure(errors="replace")
+    warnings.showwarning = _warn
     try:
         code = app.main(args=words, prog_name="meshwise", standalone_mode=False)
         sys.stdout.flush()
@@ -207,6 +209,12 @@ def main(args: Sequence[str] | None = None) -> int:
         _say(failure, as_json="--json" in words)
         return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _warn(message: Warning | str, category: type[Warning], *_where: object, **_more: object) -> None:
+    """Say a warning of ours as a line on stderr; those of libraries are for us, not for users."""
+    if issubclass(category, StalePlanWarning) or os.environ.get("MESHWISE_DEBUG") == "1":
+        tell(f"note: {short(str(message))}\n")
 
 
 @dataclass(frozen=True, slots=True)

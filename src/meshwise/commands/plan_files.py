@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.core.errors import ConfigError, MeshwiseError, StalePlanWarning
 from meshwise.core.files import parse_json, read_whole, write_whole
 from meshwise.search.plan import Plan, ServingPlan, kind_of
 
@@ -23,9 +24,13 @@ def read_plan(file: str | os.PathLike[str], kind: type[P]) -> P:
     hint = f"'meshwise plan {'train' if kind is Plan else 'serve'} ... --save plan.json' writes one"
     text = read_text("plan", file, hint, "JSON as --save writes it")
     try:
-        return kind.from_json(text)
+        plan = kind.from_json(text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
+    if plan.stale:
+        told = f"plan {str(file)!r}: its estimate is not what its inputs give here: {plan.stale}"
+        warnings.warn(f"{told}; the file was changed, or another version saved it", StalePlanWarning, stacklevel=2)
+    return plan
 
 
 def read_text(what: str, file: str | os.PathLike[str], hint: str, expected: str = "JSON") -> str:

@@ -13,7 +13,6 @@ import itertools
 import json
 import re
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from meshwise.commands.plan_train import PlanTrainRequest, plan_train
 from meshwise.commands.requests import Flag, Request, former_names, marker, validated
 from meshwise.commands.simulate_serve import SimulateServeRequest, simulate_serve
 from meshwise.core.errors import ConfigError, InfeasibleError, MeshwiseError, UnknownNameError
+from meshwise.core.files import parse_toml
 from meshwise.models import load_model
 from meshwise.report.sweep import (
     FIT_COLUMNS,
@@ -289,10 +289,7 @@ def _lines(text: str, file: str) -> Iterator[_Written]:
 
 def _crossed(text: str, file: str) -> Iterator[_Written]:
     """The questions of TOML: every combination of what lists hold, for each `[[case]]` if there are any."""
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: expected TOML: {error}") from None
+    found = parse_toml(text, file)
     cases = found.pop(CASE, [{}])
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise ConfigError(f"{file}: {CASE}: expected tables of options that go together, each below [[{CASE}]]")

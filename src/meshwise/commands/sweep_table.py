@@ -117,7 +117,10 @@ def _whole_lines(file: Path) -> str:
 def _rows(text: str, file: str) -> list[Row]:
     if not text:
         return []
-    header, *rows = csv.reader(io.StringIO(text))
+    try:
+        header, *rows = csv.reader(io.StringIO(text))
+    except csv.Error as error:
+        raise ConfigError(f"--out {file}: expected rows of a sweep: {error}; give another name") from None
     if KEY not in header or STATUS not in header:
         raise ConfigError(f"--out {file}: expected rows of a sweep, found another table; give another name")
     return [{name: cell(name, value) for name, value in zip(header, row, strict=False)} for row in rows]

@@ -63,6 +63,10 @@ def short(message: str) -> str:
     return _QUOTE.sub(lambda m: f"{m[0][: _MOST_QUOTED - 4]}...{m[0][-1]}", message) if len(message) > 200 else message
 
 
+class StalePlanWarning(UserWarning):
+    """A plan's file says other numbers than its inputs give now: it was changed, or another version saved it."""
+
+
 class MeshwiseError(ValueError):
     """Anything that a user can mend. `exit_code` is what the command line returns."""
 

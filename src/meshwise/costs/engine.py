@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from meshwise.core.errors import ConfigError, quoted
+from meshwise.core.files import parse_json
 
 #: Tokens of one block of the cache: the simulator counts requests by how full their last block is.
 _MOST_BLOCK_TOKENS = 1 << 20
@@ -217,12 +218,7 @@ class EngineCosts:
         Raises:
             ConfigError: not such a document.
         """
-        try:
-            value: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{where}: expected JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-            ) from None
+        value = parse_json(text, where)
         if not isinstance(value, Mapping) or set(value) != {"schema_version", "engine_costs"}:
             raise ConfigError(f"{where}: expected the keys 'schema_version' and 'engine_costs'")
         if value["schema_version"] != "1":

@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.core.files import parse_json, read_whole
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
 from meshwise.hardware import Chip, load_chip
 
@@ -342,11 +343,11 @@ def read_calibration_file(path: Path) -> CalibrationFile:
         MeshwiseError: it cannot be read, or holds what no calibration has.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(read_whole(path), f"--calibration {path}")
     except OSError as error:
         raise MeshwiseError(f"--calibration {path}: {error.strerror}; meshwise calibrate writes such files") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise MeshwiseError(f"--calibration {path}: not JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise MeshwiseError(f"--calibration {path}: not JSON: it holds no text") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise MeshwiseError(f"--calibration {path}: expected the schema {SCHEMA!r}, as meshwise calibrate writes it")
     constants = document.get("constants")

@@ -45,7 +45,7 @@ def shipped_rows(kind: type[R]) -> tuple[R, ...]:
 
 def is_serving(text: str) -> bool:
     """Whether a file's header is that of measured serving."""
-    return {"engine", "phase"} <= set(_lines(text)[0][1])
+    return {"engine", "phase"} <= set(_lines(text, "measured rows")[0][1])
 
 
 def read_rows(text: str, where: str, kind: type[R]) -> tuple[R | UnreadRow, ...]:
@@ -56,7 +56,7 @@ def read_rows(text: str, where: str, kind: type[R]) -> tuple[R | UnreadRow, ...]
     Raises:
         MeshwiseError: the header has an unknown column or lacks one, or no rows follow.
     """
-    (_, header), *lines = _lines(text)
+    (_, header), *lines = _lines(text, where)
     _check_header(header, where, kind)
     rows: list[R | UnreadRow] = []
     seen: set[str] = set()
@@ -69,10 +69,13 @@ def read_rows(text: str, where: str, kind: type[R]) -> tuple[R | UnreadRow, ...]
     return tuple(rows)
 
 
-def _lines(text: str) -> list[tuple[int, list[str]]]:
+def _lines(text: str, where: str) -> list[tuple[int, list[str]]]:
     """Each line's number and cells, the header first."""
     reader = csv.reader(text.splitlines(keepends=True))
-    return [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader] or [(1, [])]
+    try:
+        return [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader] or [(1, [])]
+    except csv.Error as error:
+        raise MeshwiseError(f"{where}, line {reader.line_num}: expected CSV: {error}") from None
 
 
 def _check_header(header: Sequence[str], where: str, kind: type[R]) -> None:

@@ -9,12 +9,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError, refused_value
+from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError, quoted, refused_value
 from meshwise.core.files import parse_json
 from meshwise.core.units import format_time
 from meshwise.costs.engines import find_serving_calibration
@@ -55,6 +55,8 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "training": ("schema_version", "model", "job", *_PROBLEM, "layout", "fabric"),
     "serving": ("schema_version", "kind", "model", "load", *_PROBLEM, "setup"),
 }
+#: What a file may keep of the estimate. Those of older versions have none.
+_ESTIMATE = "estimate"
 _SETUP = ("mode", "prefill", "decode", "batch", "prefill_batch", "chunk")
 
 #: What was read from JSON.
@@ -78,6 +80,8 @@ class Plan:
     fabric: Fabric
     estimate: Estimate
     training: TrainingRun | None
+    stale: str = field(default="", compare=False)
+    """What the file that the plan was read from says of its estimate, where it is computed otherwise now."""
 
     def __repr__(self) -> str:
         on = f"{self.problem.model.name} on {self.problem.cluster.num_chips:,} x {self.problem.cluster.chip.title}"
@@ -106,11 +110,16 @@ class Plan:
         price = self.problem.cluster.price_per_chip_hour
         return None if price is None else price * self.chip_hours_per_billion_tokens
 
+    @property
+    def kept(self) -> dict[str, float]:
+        """What a file keeps of the estimate, to notice where it is computed otherwise later."""
+        return {"step_time_s": self.estimate.step_time.expected, "memory_bytes": self.estimate.memory["total"]}
+
     def to_json(self) -> str:
-        """The inputs verbatim; `from_json` computes the rest again."""
+        """The inputs verbatim, and what they gave; `from_json` computes it again and compares."""
         return _saved(
             "training",
-            self.problem,
+            self,
             schema_version="1",
             job=self.problem.job.model_dump(),
             layout=self.layout.to_json(),
@@ -134,7 +143,8 @@ class Plan:
             fabric = _fabric(cluster, value["fabric"], flat_rings=problem.calibration.flat_rings)
             layout = Layout.from_json(value["layout"])
             _check_wires(layout, fabric)
-            return cls.of(problem, layout, fabric)
+            plan = cls.of(problem, layout, fabric)
+            return replace(plan, stale=_stale(value, plan.kept))
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,6 +158,8 @@ class ServingPlan:
 
     problem: ServingProblem
     estimate: ServingEstimate
+    stale: str = field(default="", compare=False)
+    """What the file that the plan was read from says of its estimate, where it is computed otherwise now."""
 
     def __repr__(self) -> str:
         on = f"{self.problem.model.name} on {self.setup.num_chips:,} x {self.problem.cluster.chip.title}"
@@ -158,12 +170,17 @@ class ServingPlan:
         """Layouts with wires, and batches."""
         return self.estimate.setup
 
+    @property
+    def kept(self) -> dict[str, float]:
+        """What a file keeps of the estimate, to notice where it is computed otherwise later."""
+        return {"ttft_s": self.estimate.ttft.expected, "tpot_s": self.estimate.tpot.expected}
+
     def to_json(self) -> str:
-        """The inputs verbatim; `from_json` computes the rest again."""
+        """The inputs verbatim, and what they gave; `from_json` computes it again and compares."""
         layouts = {step: getattr(self.setup, step).to_json() for step in STEPS}
         return _saved(
             "serving",
-            self.problem,
+            self,
             schema_version="2",
             kind="serving",
             load=self.problem.load.model_dump(mode="json"),
@@ -193,7 +210,8 @@ class ServingPlan:
                 )
             for layout in (setup.prefill, setup.decode):
                 _check_wires(layout, problem.network)
-            return cls(problem, estimate_serving(problem, setup))
+            plan = cls(problem, estimate_serving(problem, setup))
+            return replace(plan, stale=_stale(value, plan.kept))
 
 
 def _check_wires(layout: Layout | ServingLayout, fabric: Fabric) -> None:
@@ -221,8 +239,9 @@ def _check_wires(layout: Layout | ServingLayout, fabric: Fabric) -> None:
             )
 
 
-def _saved(kind: Kind, problem: TrainingProblem | ServingProblem, /, **own: object) -> str:
-    """The JSON of a plan: what it has of its `own`, and what it was made for."""
+def _saved(kind: Kind, plan: Plan | ServingPlan, /, **own: object) -> str:
+    """The JSON of a plan: what it has of its `own`, what it was made for, and its estimate."""
+    problem = plan.problem
     value = own | {
         "model": json.loads(problem.model.to_json()),
         "cluster": problem.cluster.name,
@@ -230,7 +249,26 @@ def _saved(kind: Kind, problem: TrainingProblem | ServingProblem, /, **own: obje
         "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
         "calibration": problem.calibration.name,
     }
-    return json.dumps({key: value[key] for key in _KEYS[kind]}, indent=2)
+    return json.dumps({key: value[key] for key in _KEYS[kind]} | {_ESTIMATE: plan.kept}, indent=2)
+
+
+def _stale(value: Document, now: Mapping[str, float]) -> str:
+    """Where a file's estimate is not what is computed `now`: "step_time_s 3.1 saved, 3.2 now"; nothing where it is.
+
+    Raises:
+        ConfigError: it holds no such numbers.
+    """
+    kept = value.get(_ESTIMATE, now)
+    if not isinstance(kept, Mapping) or set(kept) != set(now):
+        raise ConfigError(f"plan JSON: {_ESTIMATE}: expected the numbers {', '.join(now)}; leave it out, or save again")
+    for name, number in kept.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ConfigError(f"plan JSON: {_ESTIMATE}.{name}: expected a finite number, found {quoted(number)}")
+    return ", ".join(
+        f"{name} {kept[name]:.6g} saved, {number:.6g} now"
+        for name, number in now.items()
+        if not math.isclose(kept[name], number, rel_tol=1e-9)
+    )
 
 
 def _parsed(text: str, kind: Kind) -> Document:
@@ -253,7 +291,7 @@ def _parsed(text: str, kind: Kind) -> Document:
             f"plan JSON: schema_version: expected {version!r}, found {value.get('schema_version')!r}; another version "
             "of meshwise saved it: plan again with this one"
         )
-    if not isinstance(value, Mapping) or set(value) != set(_KEYS[kind]):
+    if not isinstance(value, Mapping) or set(value) - {_ESTIMATE} != set(_KEYS[kind]):
         found = ", ".join(sorted(value)) if isinstance(value, Mapping) else type(value).__name__
         raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS[kind]))}; found {found}")
     return value

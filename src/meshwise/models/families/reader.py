@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -84,7 +85,7 @@ class Reading:
             conventions = {"num_key_value_heads": n, "head_dim": k.hidden_size / n}
             found = {key: v for key, v in found.items() if conventions.get(key) != v}
         kinds = self._pattern()
-        return {**found, "layer_types": {kind: kinds.count(kind) for kind in sorted(set(kinds))}} if kinds else found
+        return {**found, "layer_types": dict(sorted(Counter(kinds).items()))} if kinds else found
 
     def _pattern(self) -> list[str]:
         """Kinds of layers by a pattern of the family that no key says."""
@@ -293,7 +294,7 @@ def _formats_of(config: Mapping[str, Any], part: str) -> _Formats:
     if isinstance(listed, Mapping):
         own = [v for name, v in listed.items() if _part(name) == part and isinstance(v, Mapping)]
         each = [str(layer.get("quant_algo", "")).lower() for layer in own]
-        return _by_method(max(each, key=each.count)) if each else _UNSAID
+        return _by_method(Counter(each).most_common(1)[0][0]) if each else _UNSAID
     if isinstance(groups, Mapping):
         return next((_of_group(group) for group in groups.values() if _is_for(group, part)), _UNSAID)
     found = _by_method(f"{config.get('quant_method', '')} {config.get('quant_algo', '')}".lower())

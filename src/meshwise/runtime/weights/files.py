@@ -7,7 +7,6 @@ which weight a tensor is (`names`).
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError
+from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError, quoted
+from meshwise.core.files import parse_json, read_whole
 from meshwise.core.tensors import Block, Einsum, Lookup, Tensor
 
 #: Any array.
@@ -192,9 +192,16 @@ class SafetensorsFiles:
 def _indexed(index: Path) -> list[str]:
     """Names of the files that an index lists."""
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{index}: expected JSON with a weight_map of tensors to files") from None
+        found = parse_json(read_whole(index), str(index))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{index}: expected JSON with a weight_map of tensors to files, found no text") from None
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ConfigError(f"{index}: expected JSON with a weight_map of tensors to files")
+    for name in sorted(set(files.values())):
+        if not name or Path(name).name != name or "\0" in name:
+            raise ConfigError(f"{index}: weight_map: expected names of files beside the index, found {quoted(name)}")
+    return sorted(set(files.values()))
 
 
 class GgufFile:
