@@ -5,12 +5,11 @@ A single estimate and a whole search run this same code. Not here: which candida
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwise.core.tensors import Tensor
-from meshwise.costs.arithmetic import Num, is_one, maximum, where
+from meshwise.costs.arithmetic import Num, is_one, maximum
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
@@ -88,6 +87,13 @@ def evaluate_local(
         )
         for own, b in zip(passes, blocks, strict=True)
     )
+
+
+def evaluate_local_memory(
+    problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices
+) -> tuple[LocalMemory, ...]:
+    """The memory alone of `evaluate_local`; arguments as there."""
+    return tuple(_local_memory(problem, b, prices.extents) for b in problem.lowered.training(structure))
 
 
 def local_prices(
@@ -201,20 +207,8 @@ class Evaluated:
     offload_share: Num
     blocks: tuple[tuple[LoweredTrainingBlock, Part, LocalBlock], ...]
     extents: Extents
-    step: StepParts | None = None
+    step: StepParts
     ledger: Ledger | None = None
-
-    def memory(self, pipeline: Pipeline, offload: tuple[str, ...]) -> Num:
-        """Bytes on the fullest chip under a schedule, with parts in the host's memory or none.
-
-        Infinite where the host has too little memory for them.
-        """
-        stages = self._stages(pipeline)
-        if not offload:
-            return fullest(stages, self.problem.cluster.chip.hbm_usable, None)["total"]
-        inside, away = offload_memory(self._host_inputs(pipeline, stages), offload, self.offload_share, None)
-        room = self.problem.cluster.chip.host_memory or 0.0
-        return where(away["total"] <= room, inside["total"], math.inf)
 
     def _stages(self, pipeline: Pipeline) -> tuple[StageMemory, ...]:
         return stage_memories(
@@ -227,7 +221,6 @@ class Evaluated:
 
     def time(self, pipeline: Pipeline) -> StepTime:
         """Time under a schedule, with nothing in the host's memory."""
-        assert self.step is not None, "without sums of time there is memory alone"
         chip, formats = self.problem.cluster.chip, self.problem.job.formats
         return step_time(
             self.step,
@@ -331,7 +324,8 @@ def offloaded(costs: Costs, which: Iterable[str], share: Num = 1.0, *, ledger: L
         ledger: filled as in `evaluate`.
     """
     parts = tuple(which)
-    memory, host_memory = offload_memory(costs.host, parts, share, None if ledger is None else ledger.holdings)
+    host, holdings = costs.host, None if ledger is None else ledger.holdings
+    memory, host_memory = offload_memory(host.stages, host.hbm_capacity, parts, share, holdings)
     return Costs(offload_time(costs.step, costs.host, parts, share, ledger), memory, costs.host, host_memory)
 
 
@@ -364,18 +358,6 @@ def evaluate_activations(
         )
         times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(moving), own.sent))
     return role_sums(times, prices)[0]
-
-
-def evaluate_memory(
-    problem: TrainingProblem, structure: LayoutChoices, candidates: Candidates, local: tuple[LocalBlock, ...]
-) -> Evaluated:
-    """Evaluate the memory alone, which needs no wires. Args: as in `evaluate`."""
-    extents = whole_extents(problem, structure, candidates)
-    blocks = tuple(
-        (b, b.part(structure, candidates.remat_share), own)
-        for b, own in zip(problem.lowered.training(structure), local, strict=True)
-    )
-    return Evaluated(problem, structure, candidates.offload_share, blocks, extents)
 
 
 def _between_stages(problem: TrainingProblem, structure: LayoutChoices) -> WeightedSum:

@@ -156,7 +156,8 @@ def stage_memories(
     """
     state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
     ends = pipeline_ends(num_layers(program_of(part for part, _, _ in blocks)), pipeline)
-    return tuple(_stage_memory(blocks, state, end, [] if noted else None) for end in ends)
+    held = [(part, local) for part, _, local in blocks]
+    return tuple(stage_memory(held, state, end, [] if noted else None) for end in ends)
 
 
 def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Num]:
@@ -404,11 +405,11 @@ def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Nu
             yield name, moment.block, copies, num_bytes
 
 
-def _stage_memory(
-    blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
+def stage_memory(
+    blocks: Sequence[tuple[Part, LocalMemory]],
     state: Sequence[Mapping[str, Num]],
     end: End,
-    holdings: list[Holding] | None,
+    holdings: list[Holding] | None = None,
 ) -> StageMemory:
     """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
     layers: list[LayerMemory] = []
@@ -422,7 +423,7 @@ def _stage_memory(
         if holdings is not None:
             holdings.append(Holding(name, block, copies, num_bytes))
 
-    for (part, _, local), held in zip(blocks, state, strict=True):
+    for (part, local), held in zip(blocks, state, strict=True):
         block = part.block
         n = end.counts[block.role] * block.repeat * part.share
         present = (end.counts[block.role] > 0) * (part.share > 0) * 1.0

@@ -18,7 +18,8 @@ Not here: whether it pays (`planning`), the host's own bandwidth and other users
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import LayoutError
@@ -175,12 +176,17 @@ def _move(layer: LayerMemory | None, when: Pass, out_and_in: tuple[Num, Num], co
 
 
 def offload_memory(
-    host: HostInputs, which: Iterable[str], share: Num = 1.0, holdings: list[Holding] | None = None
+    stages: Sequence[StageMemory],
+    hbm_capacity: float,
+    which: Iterable[str],
+    share: Num = 1.0,
+    holdings: list[Holding] | None = None,
 ) -> tuple[Mapping[str, Num], Mapping[str, Num]]:
     """Bytes on the fullest chip, and in the host's memory for it, with these parts offloaded.
 
     Args:
-        host: of the candidates.
+        stages: those that may be the fullest, with nothing offloaded.
+        hbm_capacity: bytes; the reserve is a share of it.
         which: of `HOST_CLASSES`.
         share: of the layers whose activations are offloaded (float or array).
         holdings: filled with what the chip's classes are made of (floats only).
@@ -188,14 +194,22 @@ def offload_memory(
     Returns: class -> bytes, "total" included; the same of the host's share, of the stage that needs most of it.
     """
     names = [name for part in HOST_CLASSES if part in set(which) for name in HOST_CLASSES[part]]
-    left = [_offload_stage(stage, names, share) for stage in host.stages]
+    left = [_offload_stage(stage, names, share) for stage in stages]
     away: dict[str, Num] = {}
-    for stage in host.stages:
+    for stage in stages:
         mine = {name: _leaving(stage, name, share) for name in names}
         mine["total"] = sum(mine.values())
         more = mine["total"] > away["total"] if away else True
         away = {name: where(more, mine[name], away[name]) for name in mine} if away else mine
-    return fullest(left, host.hbm_capacity, holdings), away
+    return fullest(left, hbm_capacity, holdings), away
+
+
+def offloaded_bytes(chip: Chip, stages: Sequence[StageMemory], which: tuple[str, ...], share: Num = 1.0) -> Num:
+    """Bytes on the fullest chip with these parts offloaded, or none: infinite where the host has too little memory."""
+    if not which:
+        return fullest(stages, chip.hbm_usable)["total"]
+    inside, away = offload_memory(stages, chip.hbm_usable, which, share)
+    return where(away["total"] <= (chip.host_memory or 0.0), inside["total"], math.inf)
 
 
 def _offload_stage(stage: StageMemory, names: Iterable[str], share: Num) -> StageMemory:

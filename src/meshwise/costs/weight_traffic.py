@@ -84,6 +84,25 @@ def evaluate_weight_state(
     return found
 
 
+def evaluate_states(
+    problem: TrainingProblem, choices: LayoutChoices, mesh: Mapping[str, Num]
+) -> tuple[dict[str, Num], ...]:
+    """The training state of one copy of each block, as from `memory.state_bytes`, [meshes].
+
+    Args:
+        problem, choices, mesh: as in `evaluate_weight_traffic`.
+    """
+    extents = _extents(problem, mesh)
+    blocks = problem.lowered.training(choices)
+    return tuple(state_bytes(block.memory, extents, problem.job.formats) for block in blocks)
+
+
+def state_sums(problem: TrainingProblem, choices: LayoutChoices) -> tuple[tuple[int, ...], ...]:
+    """What the training state of each block is a sum of: the same for choices that hold the same state."""
+    plans = (block.memory for block in problem.lowered.training(choices))
+    return tuple((p.parameters, p.tied, p.gradients, p.tied_gradients, p.states, p.moments, p.stored) for p in plans)
+
+
 def _extents(problem: TrainingProblem, mesh: Mapping[str, Num]) -> Extents:
     """Weights have neither sequences nor slots: any number of these will do."""
     lowered = problem.lowered

@@ -254,7 +254,7 @@ class Bounds:
                 first = int(np.searchsorted(network.variant_of, v))
                 for c, stored in enumerate(variant.stored, first):
                     kept = np.flatnonzero(variant.differs(stored, axes.__getitem__))
-                    kept = kept[network.runs(c, mine.schedule[group[kept]], at[kept])]
+                    kept = kept[network.runs(np.full(len(kept), c), mine.schedule[group[kept]], at[kept])]
                     own = group[kept]
                     found.append(CandidateBatch.of(at[kept], c, mine.schedule[own], mine.bound[own]))
         return CandidateBatch.joined(found)

@@ -16,16 +16,20 @@ import numpy as np
 
 from meshwise.costs.arithmetic import joined, take
 from meshwise.costs.compute import OperationPrices
-from meshwise.costs.evaluate import LocalBlock, evaluate_local, local_prices
+from meshwise.costs.evaluate import LocalBlock, evaluate_local, evaluate_local_memory, local_prices
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
+from meshwise.costs.memory import LocalMemory
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.weight_traffic import weight_choices
-from meshwise.search.candidates import Array, CandidateTable, Choices, Index, Mask, compute_variants
+from meshwise.search.candidates import Array, CandidateTable, Choices, Index, Mask, compute_variants, distinct
 from meshwise.search.space import IdealWires
 from meshwise.search.tools import Tool, ToolMasks, possible_schedules, possible_variants
 
 T = TypeVar("T")
+
+#: Rows that are worked out at once where there are no more.
+_FEW = 512
 
 #: Parameters of glibc's `mallopt`, and what they are set to, in bytes: what may lie free at the end of the heap, and
 #: from what size on an array is mapped on its own (glibc allows no more).
@@ -54,21 +58,43 @@ class SearchedNetwork:
         has_host = self.problem.cluster.chip.host_memory is not None
         self.offloads = tuple(parts for parts in self.asked.offload if has_host or not parts)
         self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
+        # What tools refuse, by number; combinations of choices whose conditions are alike have the same.
+        self._conditions: list[tuple[tuple[Mask, ...], ...]] = []
+        self._alike: dict[frozenset[tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[int, int, int | None], int] = {}
 
-    def runs(self, c: int, schedule: Index, at: Index) -> Mask:
-        """Which candidates some tool takes, whatever they offload: under one of the choices, each with its schedule."""
-        out = np.zeros(len(at), bool)
-        for s in np.unique(schedule):
-            mine = np.flatnonzero(schedule == s)
-            for o in range(len(self.offloads)):
-                out[mine] |= self.runs_with(c, int(s), o, at[mine])
-        return out
-
-    def runs_with(self, c: int, s: int, o: int, at: Index) -> Mask:
-        """The same, of one schedule, and with what is offloaded."""
+    def runs(self, choices: Index, schedule: Index, at: Index, offload: int | None = None) -> Mask:
+        """Which candidates some tool takes: whatever they offload, or with this part of them offloaded."""
         if self.masks is None:
             return np.ones(len(at), bool)
-        return self.masks(self.layout_choices(c, s, o) | {"structure": self.choices[c]}, at)
+        first, which = distinct((choices, schedule))
+        numbers = [self._conditions_of(int(choices[i]), int(schedule[i]), offload) for i in first]
+        number, out = np.array(numbers, int)[which], np.zeros(len(at), bool)
+        for n in set(numbers):
+            mine = np.flatnonzero(number == n)
+            for refusals in self._conditions[n]:
+                taken = np.ones(len(mine), bool)
+                for refused in refusals:
+                    taken &= ~refused[at[mine]]
+                out[mine] |= taken
+        return out
+
+    def _conditions_of(self, c: int, s: int, o: int | None) -> int:
+        """Number of the conditions under which tools take a combination of choices; of those alike the same."""
+        assert self.masks is not None
+        key = c, s, o
+        if key not in self._numbers:
+            tools: dict[tuple[int, ...], tuple[Mask, ...]] = {}
+            for each in range(len(self.offloads)) if o is None else (o,):
+                choices = self.layout_choices(c, s, each) | {"structure": self.choices[c]}
+                tools |= {tuple(map(id, rows)): rows for rows in self.masks.conditions(choices)}
+            if () in tools:  # takes everything
+                tools = {(): ()}
+            known = self._alike.setdefault(frozenset(tools), len(self._conditions))
+            if known == len(self._conditions):
+                self._conditions.append(tuple(tools.values()))
+            self._numbers[key] = known
+        return self._numbers[key]
 
     def layout_choices(self, c: int, s: int, o: int) -> dict[str, Any]:
         """One combination of choices, as `Layout` names them."""
@@ -76,6 +102,10 @@ class SearchedNetwork:
         away = {"offload": offload, "offload_layers": self.asked.offload_layers if "activations" in offload else None}
         storage = {"zero": stored.zero, "fully_sharded": stored.fully_sharded}
         return {**variant.layout_choices, **asdict(self.schedules[s]), **storage, **away}
+
+    def memory(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalMemory, ...]:
+        """What blocks hold, for some of the table's sizes."""
+        return self.local.memory(choices, self.sizes[sizes])
 
     def blocks(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
         """What one device does, for some of the table's sizes."""
@@ -98,6 +128,7 @@ class LocalTables:
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
         self._own = {stored: v.own for v in self.variants for stored in v.stored}
         self._tables: dict[LayoutChoices, RowTable[tuple[LocalBlock, ...]]] = {}
+        self._memory: dict[LayoutChoices, RowTable[tuple[LocalMemory, ...]]] = {}
         self._prices = Recent[OperationPrices](2)
 
     def numbers(self, sizes: LocalSizes) -> Index:
@@ -110,18 +141,31 @@ class LocalTables:
     def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """Blocks with one row for each number of sizes."""
         if choices not in self._tables:
-            self._tables[choices] = RowTable(partial(self._evaluate, choices))
+            self._tables[choices] = RowTable(partial(self._evaluate, choices), lambda: len(self._numbers))
         return self._tables[choices](numbers)
 
-    def _evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
+    def memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
+        """What blocks hold, with one row for each number of sizes."""
+        if choices not in self._memory:
+            self._memory[choices] = RowTable(partial(self._evaluate_memory, choices), lambda: len(self._numbers))
+        return self._memory[choices](numbers)
+
+    def _evaluate_memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
+        if choices in self._tables and self._tables[choices].knows(numbers):
+            return tuple(block.memory for block in self._tables[choices](numbers))
+        return evaluate_local_memory(self.problem, choices, self._priced(choices, numbers))
+
+    def _priced(self, choices: LayoutChoices, numbers: Index) -> OperationPrices:
         def made() -> OperationPrices:
             sizes = LocalSizes(*(column[numbers] for column in self._sizes))
             return local_prices(self.problem, choices, sizes, bounded=False)
 
+        return self._prices((choices.expert_tensor_parallel, numbers.tobytes()), made)
+
+    def _evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         own = self._own.get(choices, choices)
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
-        prices = self._prices((choices.expert_tensor_parallel, numbers.tobytes()), made)
-        return evaluate_local(self.problem, choices, prices, known)
+        return evaluate_local(self.problem, choices, self._priced(choices, numbers), known)
 
 
 class Recent(Generic[T]):
@@ -149,21 +193,29 @@ class RowTable(Generic[T]):
 
     Args:
         make: works out the rows of some numbers, ascending: arrays in mappings, tuples and dataclasses.
+        every: how many numbers there are, where that is known; if they are few, all are worked out at once: a few
+            hundred rows take no longer than one.
     """
 
-    def __init__(self, make: Callable[[Index], T]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[Index], T], every: Callable[[], int] = lambda: 0) -> None:
+        self.make, self.every = make, every
         self.values: T  # of all rows so far
         self._length = 0
         self._row = np.zeros(0, int)  # of each number, -1 for none
 
+    def knows(self, numbers: Index) -> bool:
+        """Whether all of these were worked out."""
+        return bool(numbers.max(initial=-1) < len(self._row) and (self._row[numbers] >= 0).all())
+
     def rows(self, numbers: Index) -> Index:
         """Rows of `values` of numbers."""
-        new = int(numbers.max(initial=-1)) + 1 - len(self._row)
+        few = self.every() if self.every() <= _FEW else 0
+        new = max(int(numbers.max(initial=-1)) + 1, few) - len(self._row)
         if new > 0:
             self._row = np.pad(self._row, (0, new), constant_values=-1)
         missing = np.unique(numbers[self._row[numbers] < 0])
         if len(missing):
+            missing = np.flatnonzero(self._row[:few] < 0) if few else missing
             made = self.make(missing)
             self.values = joined([self.values, made], [self._length, len(missing)]) if self._length else made
             self._row[missing] = self._length + np.arange(len(missing))

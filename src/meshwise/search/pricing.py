@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.costs.evaluate import LocalBlock, evaluate_memory, evaluated, offloaded
+from meshwise.costs.evaluate import LocalBlock, evaluated, offloaded
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.step import Wires
 from meshwise.costs.traffic import term_of
 from meshwise.search.bounds import CHUNK, Bounds, expanded
 from meshwise.search.candidates import Array, CandidateBatch, Index, Mask
+from meshwise.search.memory import MemoryPrices
 from meshwise.search.network import SearchedNetwork
 from meshwise.search.placement_bounds import IdealMapping, PlacementBounds, Placements
 from meshwise.search.ranking import Found
@@ -58,6 +59,7 @@ class Pricing:
     def __init__(self, network: SearchedNetwork, tick: Callable[[], None] = lambda: None) -> None:
         self.network, self.problem, self.table, self.tick = network, network.problem, network.table, tick
         self.bounds = Bounds(network)
+        self.memory = MemoryPrices(self.bounds)
         mappings: list[IdealMapping | Placements] = [IdealMapping(network.ideal)]
         if not any(d.torus for d in network.fabric.dimensions):
             mappings.append(Placements(network.fabric, self.table, self.problem.routing))
@@ -77,12 +79,12 @@ class Pricing:
         begin, size = 0, CHUNK // 32
         while begin < len(groups) and groups.memory[begin] < least and (exact or math.isinf(least)):
             batch = self.bounds.members_of(groups.take(slice(begin, begin + size)))
-            begin, size = begin + size, min(2 * size, CHUNK)
+            begin, size = begin + size, min(4 * size, CHUNK)
             floors = self.bounds.memory_floor(batch)
-            order, at, go = np.argsort(floors, kind="stable"), 0, 4
+            order, at, go = np.argsort(floors, kind="stable"), 0, CHUNK // 32
             while at < len(order) and floors[order[at]] < least and (exact or math.isinf(least)):
                 least = min(least, self.fitting(batch.take(order[at : at + go]))[1])
-                at, go = at + go, min(4 * go, CHUNK)
+                at, go = at + go, min(8 * go, 4 * CHUNK)
         return least
 
     def possible(self, batch: CandidateBatch) -> CandidateBatch:
@@ -103,35 +105,28 @@ class Pricing:
         another does which fits, for it is no faster.
         """
         found, least = [CandidateBatch.none()], math.inf
-        for c, part, inverse, local in self._chunks(batch):
-            candidates = self._candidates(c, part)
-            memory = evaluate_memory(self.problem, self.network.choices[c], candidates, local).memory
-            mine = batch.take(inverse[0])
-            for s in np.unique(mine.schedule):
-                of_schedule = np.flatnonzero(mine.schedule == s)
-                pipeline = self._pipeline(int(s), candidates)
-                missing = np.ones(len(of_schedule), bool)
-                tried: list[tuple[frozenset[str], Mask]] = []
-                for o, offload in enumerate(self.network.offloads):
-                    if any(smaller <= set(offload) and fitted.all() for smaller, fitted in tried):
-                        continue  # no faster than what fits
-                    sizes = np.broadcast_to(memory(pipeline, offload), len(part))[inverse[1][of_schedule]]
-                    runs = self.network.runs_with(c, int(s), o, mine.at[of_schedule])
-                    sizes = np.where(runs, sizes, math.inf)
-                    least = min(least, float(sizes.min()))
-                    fits = sizes <= self.network.capacity
-                    new = fits.copy()
-                    for smaller, fitted in tried:
-                        if smaller <= set(offload):
-                            new &= ~fitted
-                    tried.append((frozenset(offload), fits))
-                    kept = np.flatnonzero(new)
-                    chosen = mine.take(of_schedule[kept])
-                    chosen.memory, chosen.offload = sizes[kept], np.full(len(kept), o)
-                    found.append(chosen)
-                    missing &= ~fits
-                    if o == 0 and not missing.any():
-                        break
+        order = np.argsort(batch.choices, kind="stable")
+        for begin in range(0, len(batch), 2 * CHUNK):
+            self.tick()
+            mine = batch.take(order[begin : begin + 2 * CHUNK])
+            stages = self.memory.stages(mine)
+            tried: list[tuple[frozenset[str], Mask]] = []
+            for o, offload in enumerate(self.network.offloads):
+                needed = np.ones(len(mine), bool)
+                for smaller, fitted in tried:
+                    if smaller <= set(offload):
+                        needed &= ~fitted  # it is no faster than what fits
+                if not needed.any():
+                    continue
+                sizes = self.memory.total(stages, offload, len(mine))
+                sizes = np.where(self.network.runs(mine.choices, mine.schedule, mine.at, o), sizes, math.inf)
+                least = min(least, float(sizes.min()))
+                fits = sizes <= self.network.capacity
+                tried.append((frozenset(offload), fits))
+                kept = np.flatnonzero(needed & fits)
+                chosen = mine.take(kept)
+                chosen.memory, chosen.offload = sizes[kept], np.full(len(kept), o)
+                found.append(chosen)
         return CandidateBatch.joined(found), least
 
     def bounded(self, batch: CandidateBatch) -> CandidateBatch:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from meshwise.costs.arithmetic import Condition
-from meshwise.search.candidates import CandidateTable, ComputeVariant, Index, Mask, PipelineVariant
+from meshwise.search.candidates import CandidateTable, ComputeVariant, Mask, PipelineVariant
 from meshwise.sharding.layout import MESH_AXES, Layout
 
 if TYPE_CHECKING:  # planning training loads nothing of serving
@@ -131,23 +131,29 @@ class ToolMasks:
         self._sizes |= {"micro_batch": table.micro_batch, "num_microbatches": table.num_microbatches}
         self._read: dict[Refusal, set[str]] = {}
         self._known: dict[tuple[Refusal, tuple[object, ...]], bool | Mask] = {}
+        self._names: dict[str, tuple[str, ...]] = {}  # choices that some condition of a tool reads
+        self._tools: dict[tuple[str, tuple[str, ...], tuple[object, ...]], tuple[Mask, ...] | None] = {}
 
-    def __call__(self, choices: Mapping[str, object], at: Index) -> Mask:
-        """Which rows of the table, under one combination of choices."""
-        runs = np.zeros(len(at), bool)
-        for tool in self.tools:
-            runs |= self._taken(tool, choices, at)
-        return runs
+    def conditions(self, choices: Mapping[str, object]) -> tuple[tuple[Mask, ...], ...]:
+        """Of each tool that takes some rows of the table under one combination of choices: which rows it refuses.
 
-    def _taken(self, tool: Tool, choices: Mapping[str, object], at: Index) -> Mask | bool:
-        taken: Mask | bool = True
-        for refused in tool.refusals:
-            rows = self._refused(refused, choices)
-            if rows is True:
-                return False
-            if rows is not False:
-                taken = taken & ~rows[at]
-        return taken
+        A tool takes the rows that none of its conditions holds for.
+        """
+        found = (self._conditions_of(tool, choices) for tool in self.tools)
+        return tuple(rows for rows in found if rows is not None)
+
+    def _conditions_of(self, tool: Tool, choices: Mapping[str, object]) -> tuple[Mask, ...] | None:
+        """The rows that each condition of a tool refuses; None where one refuses all."""
+        names = self._names.get(tool.name, ())
+        key = tool.name, names, tuple(choices[name] for name in names)
+        if key not in self._tools:
+            rows = [self._refused(refused, choices) for refused in tool.refusals]
+            # What was worked out with fewer choices read stands under keys that no longer come up.
+            names = self._names[tool.name] = tuple(sorted({n for r in tool.refusals for n in self._read[r]}))
+            key = tool.name, names, tuple(choices[name] for name in names)
+            some = tuple(r for r in rows if not isinstance(r, bool))
+            self._tools[key] = None if any(r is True for r in rows) else some
+        return self._tools[key]
 
     def _refused(self, refused: Refusal, choices: Mapping[str, object]) -> bool | Mask:
         read = self._read.setdefault(refused, set())
