@@ -34,6 +34,7 @@ PAGES = (
     ROOT / "README.md",
     DOCS / "commands.md",
     DOCS / "book.md",
+    DOCS / "ui.md",
     DOCS / "planning.md",
     DOCS / "serving.md",
     DOCS / "precision.md",

@@ -75,6 +75,7 @@ WORKING = {
     "score": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
     "calibrate": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
     "book": ["roofline.q2", "--set", "W_hbm=1.6e12"],
+    "ui": ["--views"],
     "bench": ["matmul", "--dtype", "fp32", "--sizes", "64x64x64", "--seconds", "1ms"],
 }
 

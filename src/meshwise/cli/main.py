@@ -149,6 +149,9 @@ _VERBS = {
 }
 
 
+#: What `meshwise ui` does.
+UI = "Show answers in the browser: each view a link, each link a command."
+
 #: What `meshwise completion` does.
 COMPLETION = "Print what completes words in bash, zsh or fish."
 
@@ -165,7 +168,11 @@ def _commands(prefix: str = "") -> dict[str, LazyCommand]:
     return found
 
 
-COMMANDS = {**_commands(), "completion": LazyCommand(COMPLETION, "meshwise.cli.options:completion")}
+COMMANDS = {
+    **_commands(),
+    "ui": LazyCommand(UI, "meshwise.web.serve:show_ui"),
+    "completion": LazyCommand(COMPLETION, "meshwise.cli.options:completion"),
+}
 
 INTERRUPTED = 130
 

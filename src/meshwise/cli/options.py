@@ -18,7 +18,8 @@ from pydantic.fields import FieldInfo
 
 from meshwise.cli.output import Output
 from meshwise.commands.command import Verb, in_order
-from meshwise.commands.requests import Flag, Request, bare_type, choices, flag, former_names, marker, notes, validated
+from meshwise.commands.requests import Flag, Request, bare_type, choices, flag, former_names, marker, notes
+from meshwise.commands.typed import SUGGESTED, build, suggestions, typed_name
 from meshwise.core.units import Quantity
 
 #: Where it is here -> what users of other tools type.
@@ -55,7 +56,7 @@ def click_command(verb: Verb) -> click.Command:
     """Build a verb's command."""
 
     def run(as_json: bool, explain: bool, details: bool, **given: Any) -> None:
-        asked = [_asked(verb, number, request, given) for number, request in enumerate(verb.requests)]
+        asked = [build(verb, request, _typed(number, request, given)) for number, request in enumerate(verb.requests)]
         with Output(as_json, explain, details) as output:
             code = verb.function(output, *asked)
         if code:
@@ -72,21 +73,9 @@ def click_command(verb: Verb) -> click.Command:
     return _Command(None, params=[*params, *about], callback=run, help=inspect.getdoc(verb.function))
 
 
-def _asked(verb: Verb, number: int, request: type[Request], given: dict[str, Any]) -> Request | str:
-    """Build one of a verb's requests from what was typed; the path of a plan, if that is all."""
-    typed = {name: given[f"{name}_{number}"] for name in request.model_fields}
-    kept = {name: value for name, value in typed.items() if value is not None and value != ()}
-    if request is verb.plan_or and len(kept) == 1:
-        return str(*kept.values())
-    return validated(request, kept, {name: _flag(verb, request, name) for name in typed})
-
-
-def _flag(verb: Verb, request: type[Request], name: str) -> str:
-    """What the help calls a field: its flag, or an argument in capitals."""
-    typed = marker(request.model_fields[name], Flag) or Flag()
-    if name in request.positional:
-        return "PLAN|MODEL" if request is verb.plan_or else typed.name or name.upper()
-    return typed.name or flag(name)
+def _typed(number: int, request: type[Request], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What click found for one of a verb's requests: field -> value."""
+    return {name: given[f"{name}_{number}"] for name in request.model_fields}
 
 
 def _parameters(verb: Verb, number: int, request: type[Request]) -> list[click.Parameter]:
@@ -94,7 +83,7 @@ def _parameters(verb: Verb, number: int, request: type[Request]) -> list[click.P
     where = {name: section for section, names in request.sections.items() for name in names}
     out: list[click.Parameter] = []
     for name, info in in_order(request).items():
-        shown, key = _flag(verb, request, name), f"{name}_{number}"
+        shown, key = typed_name(verb, request, name), f"{name}_{number}"
         if name in request.positional:
             done = _completed(request, name)
             out.append(click.Argument([key], required=info.is_required(), metavar=shown, **done))
@@ -125,42 +114,14 @@ def _option(info: FieldInfo, shown: str, key: str, former: list[str], **options:
     return _Option([shown, *former, key], default=() if multiple else None, multiple=multiple, **options)
 
 
-def _values(request: type[Request], name: str) -> tuple[str, ...]:
-    """What a shell may complete the value of a field to."""
-    from meshwise.commands.fit import FitRequest  # noqa: PLC0415  (loaded where a shell asks, as all below)
-    from meshwise.exports import TARGETS  # noqa: PLC0415
-    from meshwise.exports.serving import SERVING_TARGETS  # noqa: PLC0415
-    from meshwise.hardware import SliceRules, aliases, chips, machines, networks  # noqa: PLC0415
-    from meshwise.jobs import PRECISIONS, SERVING_PRECISIONS, ServingConditions  # noqa: PLC0415
-    from meshwise.jobs.serving_precision import PUBLISHED  # noqa: PLC0415
-    from meshwise.models import model_names  # noqa: PLC0415
-
-    serves = issubclass(request, ServingConditions) or request is FitRequest
-    match name:
-        case "model":
-            return tuple(model_names())
-        case "on" | "cluster":
-            slices = {name for name, rules in networks().items() if isinstance(rules, SliceRules)}
-            known = dict.fromkeys((*aliases(), *chips()))
-            return (*(f"{name}:4x4" if name in slices else f"{name}:8" for name in known), *machines())
-        case "chip":
-            return (*aliases(), *chips())
-        case "precision":
-            return (PUBLISHED, *SERVING_PRECISIONS) if serves else tuple(PRECISIONS)
-        case "tool":
-            return tuple(SERVING_TARGETS if serves else TARGETS)
-        case _:
-            return ()
-
-
 def _completed(request: type[Request], name: str) -> dict[str, Any]:
     """The argument of click that completes a field's value; the last of a list."""
 
     def complete(_context: click.Context, _parameter: click.Parameter, typed: str) -> list[str]:
         before, comma, last = typed.rpartition(",")
-        return [f"{before}{comma}{value}" for value in _values(request, name) if value.startswith(last)]
+        return [f"{before}{comma}{value}" for value in suggestions(request, name) if value.startswith(last)]
 
-    return {"shell_complete": complete} if name in {"model", "on", "cluster", "chip", "precision", "tool"} else {}
+    return {"shell_complete": complete} if name in SUGGESTED else {}
 
 
 @click.command()

@@ -25,6 +25,10 @@ Points = Sequence[tuple[float, float]]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
+class Drawing(Text):
+    """A picture made of characters, which a page replaces by its own."""
+
+
 @dataclass
 class Chart:
     """A canvas of `columns` x `rows` characters over a range of x and one of y, both logarithmic.

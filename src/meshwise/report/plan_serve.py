@@ -16,7 +16,7 @@ from rich.text import Text
 from meshwise.core.units import format_money, format_time
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.exports.serving import serving_runs_in
-from meshwise.report.chart import Chart, new_figure, svg_of
+from meshwise.report.chart import Chart, Drawing, new_figure, svg_of
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve import (
     NOT_MODELLED,
@@ -190,7 +190,7 @@ def _drawn(front: tuple[FrontPoint, ...]) -> RenderableType | None:
     chart.curve(lambda tpot: max(p.tokens for p in front if p.tpot <= tpot * (1 + 1e-9)))
     ticks = [(x[0], format_time(x[0])), (x[1], format_time(x[1]))]
     lines = chart.lines("{:,.0f}".format, ticks)
-    return Text("\n".join(("tokens/s over TPOT", *lines)))
+    return Drawing("\n".join(("tokens/s over TPOT", *lines)))
 
 
 def front_data(planning: ServingPlanResult) -> tuple[dict[str, Any], ...]:

@@ -144,7 +144,7 @@ class _Brief:
 
 def listed(title: str, lines: Iterable[str]) -> RenderableType | None:
     """A heading and its lines as one block, each wrapped under its first word; None without lines."""
-    bullets = [_Hanging("- ", line) for line in lines]
+    bullets = [Hanging("- ", line) for line in lines]
     return Group(Text(f"{title}:", style="bold"), *bullets) if bullets else None
 
 
@@ -154,7 +154,7 @@ def reasons(title: str, found: Mapping[str, str]) -> RenderableType | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hanging:
+class Hanging:
     """A bullet that wraps."""
 
     mark: str
@@ -171,6 +171,6 @@ def _explained(explanations: tuple[Explanation, ...]) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(), Text("Breakdown:", style="bold")]
     for e in explanations:
         parts.append(Padding(Text(e.name, style="bold"), (0, 0, 0, 2)))
-        parts += [_Hanging("  = ", part) for part in (e.formula, e.substitution, e.result) if part]
-        parts.append(_Hanging("  source: ", e.source))
+        parts += [Hanging("  = ", part) for part in (e.formula, e.substitution, e.result) if part]
+        parts.append(Hanging("  source: ", e.source))
     return parts

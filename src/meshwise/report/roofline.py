@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.text import Text
-
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.tensors import Op
 from meshwise.core.units import (
@@ -20,7 +18,7 @@ from meshwise.core.units import (
     format_time,
 )
 from meshwise.costs.roofline import Memory, Rates, Roofline, write_operation
-from meshwise.report.chart import Chart, new_figure, svg_of
+from meshwise.report.chart import Chart, Drawing, new_figure, svg_of
 from meshwise.report.report import Report
 from meshwise.report.table import facts, picked
 
@@ -81,7 +79,7 @@ def roofline_report(case: RooflineCase, inputs: Mapping[str, Any]) -> Report:
         inputs=inputs,
         answer=_answer(case),
         data=_data(case),
-        body=(facts(_facts(case)), Text("\n".join(_picture(case)))),
+        body=(facts(_facts(case)), Drawing("\n".join(_picture(case)))),
         assumed=_assumed(case),
         not_modelled=(
             "efficiency: a real kernel reaches 70 to 95 % of these rates; launch and pipeline fill add microseconds",

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
 from meshwise.report.breakdown import plan_data
-from meshwise.report.chart import terminal_chart, write_svg
+from meshwise.report.chart import Drawing, terminal_chart, write_svg
 from meshwise.report.plan import cost_words, run_words
 from meshwise.report.report import Report, reasons
 from meshwise.report.table import Columns, counted, said, tabulate
@@ -56,7 +56,7 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
         points, (x_title, y_title) = _cost_against_time(plans)
         up, right = format_money if _priced(plans) else format_count, format_duration if run else format_time
         drawn = terminal_chart(points, "".join(signs[n] for n in plans), up, right)
-        body += (Text(f"{y_title} (up) against {x_title} (right)\n{drawn}"),)
+        body += (Drawing(f"{y_title} (up) against {x_title} (right)\n{drawn}"),)
     return Report(
         command="plan train",
         inputs=inputs,

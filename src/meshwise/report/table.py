@@ -115,7 +115,7 @@ def tabulate(
         note: of a row, on lines of its own below it.
     """
     if note is not None:
-        return _Noted(tuple(columns), tuple((tuple(cells(columns, row, missing)), note(row)) for row in rows))
+        return Noted(tuple(columns), tuple((tuple(cells(columns, row, missing)), note(row)) for row in rows))
     return table(tuple(columns), (cells(columns, row, missing) for row in rows), title=title)
 
 
@@ -150,7 +150,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
+class Noted:
     """A table whose notes take the whole width: a grid of cells cannot hold them."""
 
     columns: tuple[str, ...]

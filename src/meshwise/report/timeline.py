@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_percent, format_time
-from meshwise.report.chart import new_figure, svg_of, trace_name, trace_span, trace_text
+from meshwise.report.chart import Drawing, new_figure, svg_of, trace_name, trace_span, trace_text
 from meshwise.report.report import Details, Report
 from meshwise.report.table import Columns, counted, picked, spaced, tabulate
 from meshwise.simulation import STREAMS, Span, StepTimeline
@@ -72,7 +72,7 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
         body=(
             Text(f"layout: {spaced(layout)}"),
             tabulate(columns, _chosen(stages)),
-            Text("\n".join(_drawing(timeline))),
+            Drawing("\n".join(_drawing(timeline))),
         ),
         assumed=(
             "a stage's chips do the same at the same time; the expected time's rules say what overlaps",

@@ -1,0 +1,158 @@
+"""What a report lays out for a terminal, as HTML: paragraphs, tables, lists, bars. Not here: pages and charts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from markupsafe import Markup, escape
+from rich.console import Console, ConsoleRenderable, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from meshwise.report.chart import Bars, Beside, Drawing
+from meshwise.report.report import Hanging
+from meshwise.report.table import Noted
+
+
+def html_of(items: Iterable[RenderableType]) -> str:
+    """Write blocks of a report as HTML; bullets below each other become one list."""
+    return str(_joined(items))
+
+
+def _joined(items: Iterable[RenderableType]) -> Markup:
+    out, bullets = Markup(), Markup()
+    for item in items:
+        if isinstance(item, Hanging):
+            bullets += Markup("<li>{}</li>").format(item.line)
+            continue
+        if bullets:
+            out, bullets = out + Markup("<ul>{}</ul>").format(bullets), Markup()
+        out += _block(item)
+    return out + Markup("<ul>{}</ul>").format(bullets) if bullets else out
+
+
+def _block(item: RenderableType) -> Markup:  # noqa: PLR0911  (one for each kind of block)
+    """One block as HTML."""
+    match item:
+        case Drawing():
+            return Markup()
+        case Text():
+            return _paragraph(item)
+        case Table():
+            return _table(item)
+        case Noted():
+            return _noted(item)
+        case Bars():
+            return bars(item)
+        case Beside():
+            return Markup('<div class="beside"><div>{}</div><div>{}</div></div>').format(
+                _block(item.left), _block(item.right)
+            )
+        case Group():
+            return _joined(item.renderables)
+        case Padding():
+            return _block(item.renderable)
+        case _:
+            return _preformatted(item)
+
+
+def _paragraph(text: Text) -> Markup:
+    if not text.plain.strip():
+        return Markup()
+    lines = Markup("<br>").join(escape(line) for line in text.plain.split("\n"))
+    heading, paragraph = Markup("<h3>{}</h3>"), Markup("<p>{}</p>")
+    return (heading if text.style == "bold" else paragraph).format(lines)
+
+
+def _preformatted(item: RenderableType) -> Markup:
+    """A block of lines that only a terminal lays out."""
+    assert isinstance(item, ConsoleRenderable | str), f"expected a block of a report, found {type(item).__name__}"
+    target = io.StringIO()
+    Console(file=target, width=80, color_system=None, markup=False, highlight=False, force_jupyter=False).print(item)
+    return Markup('<pre tabindex="0">{}</pre>').format(target.getvalue().rstrip())
+
+
+def _table(grid: Table) -> Markup:
+    columns = [[_plain(cell) for cell in column.cells] for column in grid.columns]
+    right = [column.justify == "right" for column in grid.columns]
+    head = [_plain(column.header) for column in grid.columns] if grid.show_header else []
+    return table(head, list(zip_longest(*columns, fillvalue="")), right, title=_plain(grid.title or ""))
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _noted(grid: Noted) -> Markup:
+    right = [name.startswith(">") for name in grid.columns]
+    notes = [note for _, note in grid.rows]
+    return table([name.lstrip(">!") for name in grid.columns], [row for row, _ in grid.rows], right, notes=notes)
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str | Markup]],
+    right: Sequence[bool] = (),
+    *,
+    title: str = "",
+    notes: Sequence[str] = (),
+) -> Markup:
+    """A table that scrolls inside itself.
+
+    Args:
+        head: names of the columns; none for facts, whose first column names the row.
+        rows: their cells.
+        right: of each column, whether it holds numbers.
+        title: above it.
+        notes: of each row, below it.
+    """
+    right = right or [False] * max((len(row) for row in rows), default=0)
+    lines = Markup()
+    for row, note in zip_longest(rows, notes, fillvalue=""):
+        lines += Markup("<tr>{}</tr>").format(_cells(row, right, facts=not head))
+        if note:
+            lines += Markup('<tr class="note"><td colspan="{}">{}</td></tr>').format(len(row), note)
+    caption = Markup("<caption>{}</caption>").format(title) if title else ""
+    region = Markup('<div class="scroll" tabindex="0" role="region" aria-label="{}">').format(title or "table")
+    return region + Markup("<table>{}{}<tbody>{}</tbody></table></div>").format(caption, _head(head, right), lines)
+
+
+def _head(head: Sequence[str], right: Sequence[bool]) -> Markup:
+    if not head:
+        return Markup()
+    names = (
+        Markup('<th scope="col"{}>{}</th>').format(_class(flush), name) if name else Markup("<td></td>")
+        for name, flush in zip(head, right, strict=True)
+    )
+    return Markup("<thead><tr>{}</tr></thead>").format(Markup().join(names))
+
+
+def _cells(row: Sequence[str | Markup], right: Sequence[bool], *, facts: bool) -> Markup:
+    out = Markup()
+    for number, (cell, flush) in enumerate(zip(row, right, strict=True)):
+        text = cell if isinstance(cell, Markup) else Markup("<br>").join(escape(s) for s in cell.strip().split("\n"))
+        mark = Markup('<th scope="row"{}>{}</th>') if facts and number == 0 else Markup("<td{}>{}</td>")
+        out += mark.format(_class(flush), text)
+    return out
+
+
+def _class(flush: bool) -> Markup:
+    return Markup(' class="num"') if flush else Markup()
+
+
+def bars(block: Bars) -> Markup:
+    """The parts of a whole: a table whose last column is a bar as long as its share."""
+    rows = Markup()
+    for name, value in block.rows():
+        share = min(value / block.whole, 1.0)
+        bar = Markup(
+            '<svg class="bar" aria-hidden="true"><rect class="rail" width="100%" height="100%"/>'
+            '<rect class="a" width="{:.2f}%" height="100%"/></svg>'
+        ).format(100 * share)
+        rows += Markup('<tr><th scope="row">{}</th><td class="num">{}</td><td class="wide">{}</td></tr>').format(
+            name.replace("_", " "), block.show(value), bar
+        )
+    return Markup('<table class="bars"><caption>{}</caption><tbody>{}</tbody></table>').format(block.title, rows)

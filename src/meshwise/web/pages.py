@@ -1,0 +1,185 @@
+"""Pages put together: the answer, its form, its charts and lists, around the templates.
+
+Not here: routes (`app`), and what an answer holds (`answers`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.exports import TARGETS
+from meshwise.exports.serving import SERVING_TARGETS
+from meshwise.web.answers import Answered
+from meshwise.web.compare import comparison
+from meshwise.web.forms import form_of
+from meshwise.web.links import Pairs, command, options, parse_command, parse_options, query
+from meshwise.web.pictures import pictures
+from meshwise.web.stops import stops_of
+from meshwise.web.views import CARDS, VIEWS, View, changed, link
+
+
+@cache
+def _templates() -> Environment:
+    """The templates; what is missing is an error, not a gap."""
+    return Environment(
+        loader=PackageLoader("meshwise.web"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+#: Tools that a plan is written for.
+EXPORTED = (*TARGETS, *SERVING_TARGETS)
+
+#: Options of the page alone, which no command has.
+PAGE_OPTIONS = ("b", "step", "device")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a link of a view asks.
+
+    Args:
+        view: the page.
+        verb, pairs: the command.
+        page: options of the page alone.
+        example: whether nothing was asked, and the view's example is shown.
+    """
+
+    view: View
+    verb: str
+    pairs: Pairs
+    page: Mapping[str, str]
+    example: bool = False
+
+
+def view_top(asked: Asked, job: str = "") -> str:
+    """A page down to the question, which is all that is known before the answer.
+
+    Args:
+        asked: what the link asks.
+        job: names the search that is running, so that it can be cancelled; "" for none.
+    """
+    return _render("top.html", **_frame(asked.view.title, asked.view.name)) + _render(
+        "question.html", view=asked.view, job=job, here=link(asked.verb, asked.pairs)
+    )
+
+
+def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) -> str:
+    """A page from the answer on.
+
+    Args:
+        asked: what the link asks.
+        answered: its answer.
+        second: the answer of B, where there is one.
+    """
+    verb, pairs = answered.verb, answered.pairs
+    asking = query((("verb", verb), *pairs))
+    return _render(
+        "view.html",
+        asked=asked,
+        answered=answered,
+        second=second,
+        compared=comparison(answered, second) if second and answered.envelope else "",
+        command=command(verb, pairs),
+        second_command=command(second.verb, second.pairs) if second else "",
+        link=link(verb, pairs),
+        api=f"/api/{verb.replace(' ', '/')}?{query(pairs)}",
+        files={name: f"/files/{name}?{asking}" for name in answered.files},
+        exports={tool: f"/files/{tool}?{asking}" for tool in _tools(answered)},
+        drawn=pictures(answered, asked.page) if answered.envelope else "",
+        short=Markup(answered.short),  # noqa: S704  (made of escaped text by `html`)
+        whole=Markup(answered.whole) if answered.whole != answered.short else "",  # noqa: S704
+        stops=stops_of(answered),
+        moves=_moves(answered),
+        steps=[linked(step, answered) for step in answered.next_steps if not _writes(step)],
+        message=[linked(line, answered) for line in answered.message.split("\n")],
+        data=answered.envelope or {},
+        form=form_of(asked.verb, asked.pairs, answered.wrong),
+        layout_field=bool(asked.view.layout_verb) and asked.verb == asked.view.verb,
+    )
+
+
+def _writes(step: str) -> bool:
+    """Whether a next step is about a file that only a terminal writes."""
+    return any(f"--{flag} " in f"{step} " for flag in ("save", "svg", "trace", "json"))
+
+
+def _render(template: str, **values: Any) -> str:
+    return _templates().get_template(template).render(**values)
+
+
+def _frame(title: str, name: str) -> dict[str, Any]:
+    return {"title": title, "current": name, "views": VIEWS}
+
+
+def _tools(answered: Answered) -> list[str]:
+    """Tools whose words the plan can be written in."""
+    if answered.envelope is None or "plan.json" not in answered.files:
+        return []
+    return [tool for tool in answered.envelope["plans"][0]["runs_in"] if tool in EXPORTED]
+
+
+def _moves(answered: Answered) -> list[tuple[str, str, str]]:
+    """Other layouts to look at: words, the link that shows one, and the link that compares it with this."""
+    data = answered.envelope or {}
+    verb = {"plan train": "estimate train", "estimate train": "estimate train"}.get(answered.verb)
+    if verb is None:
+        return []
+    pairs = tuple(pair for pair in answered.pairs if pair[0] in options(verb))
+    rows = [
+        (p["layout_text"], p["layout_text"]) for p in data.get("plans", [])[: 5 if answered.verb == "plan train" else 0]
+    ]
+    rows += [(f"{c['change']}: {c['layout_text']}", c["layout_text"]) for c in data.get("changes", [])]
+    here = link(answered.verb, answered.pairs)
+    return [
+        (words, link(verb, changed(verb, pairs, layout=text, changes="no")), f"{here}&{query((('b', text),))}")
+        for words, text in rows
+    ]
+
+
+_COMMAND = re.compile(r"(meshwise [a-z][^';]*[^';\s.,)])|(--[a-z][a-z-]*(?: (?!--)[\w=.:,%*/\[\]-]*[\w%])?)")
+
+
+def linked(text: str, answered: Answered) -> Markup:
+    """A sentence whose commands and options are links, where they say enough."""
+    out, at = Markup(), 0
+    for match in _COMMAND.finditer(text):
+        try:
+            if match[1]:
+                target = link(*parse_command(match[1])) if "..." not in match[1] else ""
+            else:
+                new = parse_options(answered.verb, match[2])
+                target = link(answered.verb, changed(answered.verb, answered.pairs, **dict(new)))
+        except MeshwiseError:
+            continue
+        if not target or match.start() == 0 or target == link(answered.verb, answered.pairs):
+            continue
+        out += escape(text[at : match.start()]) + Markup('<a href="{}">{}</a>').format(target, match[0])
+        at = match.end()
+    return out + escape(text[at:])
+
+
+def start_page(cards: Mapping[str, Answered]) -> str:
+    """The start page: examples with their answers.
+
+    Args:
+        cards: view -> the answer of its example.
+    """
+    shown = [(VIEWS[name], link(cards[name].verb, cards[name].pairs), cards[name]) for name in CARDS]
+    return text_page("start", "Start", "", cards=shown)
+
+
+def text_page(template: str, heading: str, name: str = "", **values: Any) -> str:
+    """A page without a verb of its own."""
+    return _render("top.html", **_frame(heading, name)) + _render(f"{template}.html", **values)

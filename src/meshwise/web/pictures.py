@@ -1,0 +1,168 @@
+"""What each view draws besides the tables of its report, from the numbers of its JSON.
+
+Not here: how charts are drawn (`charts`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from meshwise.core.units import format_count, format_flops_per_s, format_percent, format_time
+from meshwise.web.answers import Answered
+from meshwise.web.charts import Axis, Plot, figure, lanes, legend
+from meshwise.web.mesh import mesh_pictures
+from meshwise.web.views import link
+
+_Json = Mapping[str, Any]
+
+
+def pictures(answered: Answered, page: Mapping[str, str]) -> Markup:
+    """The charts of an answer.
+
+    Args:
+        answered: with an envelope.
+        page: options of the page alone, such as the device whose blocks are shown.
+    """
+    assert answered.envelope is not None, "a failure has no charts"
+    draw = _DRAWN.get(answered.verb)
+    if draw is not None:
+        return draw(answered, answered.envelope)
+    base = link(answered.verb, answered.pairs)
+    return mesh_pictures(answered.envelope, base, page) if answered.verb == "shard" else Markup()
+
+
+def _roofline(_answered: Answered, data: _Json) -> Markup:
+    """Under which roof the operation stands."""
+    peak, bandwidth = data["peak_flops_per_s"], data["memory_bandwidth_bytes_per_s"]
+    ridge, here = data["ridge_flops_per_byte"], data["intensity_flops_per_byte"]
+    reached = None if here is None else min(peak, here * bandwidth)
+    if data["flops"] and data["time_s"]:
+        reached = data["flops"] / data["time_s"]["lower"]
+    low, high = min(ridge, here or ridge) / 20, max(ridge, here or ridge) * 20
+    floor = min(low * bandwidth, (reached or peak) / 4)
+    plot = Plot(
+        Axis(low, high, _number, "FLOPs per byte"),
+        Axis(floor, peak * 2, format_flops_per_s, "FLOP/s"),
+    )
+    plot.line([(low, low * bandwidth), (ridge, peak), (high, peak)], "roof")
+    plot.upright(ridge, f"ridge {ridge:,.1f}")
+    rows = [("the ridge", f"{ridge:,.1f}", format_flops_per_s(peak))]
+    if here is not None and reached is not None:
+        plot.point(here, reached, "you", f"{here:,.4g} FLOPs/byte, {format_flops_per_s(reached)}", 7)
+        plot.label(here, reached, f"{here:,.4g} FLOPs/byte: {format_flops_per_s(reached)}", up=-24)
+        rows.append(
+            ("this operation", f"{here:,.4g}", f"{format_flops_per_s(reached)} ({format_percent(reached / peak)})")
+        )
+    question = "How much of the chip does it reach?"
+    return figure(question, plot.svg(), ("", ">FLOPs/byte", ">FLOP/s"), rows)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def _front(_answered: Answered, data: _Json) -> Markup:
+    """How much throughput latency costs."""
+    points = data.get("pareto") or []
+    if len(points) < 2:
+        return Markup()
+    times, tokens = [p["tpot_s"] for p in points], [p["output_tokens_per_s"] for p in points]
+    best = data["plans"][0]
+    every_x, every_y = [*times, best["tpot_s"]], [*tokens, best["output_tokens_per_s"]]
+    plot = Plot(
+        Axis(min(every_x) / 1.3, max(every_x) * 1.3, format_time, "time per output token"),
+        Axis(min(every_y) / 1.3, max(every_y) * 1.3, format_count, "output tokens/s of all chips"),
+    )
+    steps = [(x, y) for (x1, y1), x2 in zip(zip(times, tokens, strict=True), [*times[1:], times[-1]], strict=True)
+             for x, y in ((x1, y1), (x2, y1))]  # fmt: skip
+    plot.line(steps, "front")
+    for p in points:
+        apart = p["mode"] == "disaggregated"
+        words = f"{p['decode_layout']}, batch {p['batch']:,}{', apart' if apart else ''}"
+        plot.point(p["tpot_s"], p["output_tokens_per_s"], "apart" if apart else "dot", words)
+    if data["inputs"]["max_tpot_s"]:
+        plot.upright(data["inputs"]["max_tpot_s"], f"target {format_time(data['inputs']['max_tpot_s'])}")
+    plot.point(best["tpot_s"], best["output_tokens_per_s"], "you", "the plan", 7)
+    plot.label(
+        best["tpot_s"],
+        best["output_tokens_per_s"],
+        f"the plan: {best['decode']['layout']}, batch {best['batch']:,}",
+        up=14,
+    )
+    rows = [
+        (
+            format_time(p["tpot_s"]),
+            f"{p['output_tokens_per_s']:,.0f}",
+            format_time(p["ttft_s"]),
+            f"{p['batch']:,}",
+            p["decode_layout"],
+        )
+        for p in points[:: max(1, len(points) // 24)]
+    ]
+    head = (">a token", ">tokens/s", ">first token", ">batch", "layout")
+    return figure("How much throughput does low latency cost?", plot.svg(), head, rows)
+
+
+#: Kind of compute or wait -> its class.
+_KINDS = {
+    "forward": "a",
+    "recompute": "d",
+    "backward": "b",
+    "weights": "e",
+    "optimizer": "f",
+    "communication": "c",
+    "idle": "rail",
+}
+_COLUMNS, _STAGES = 160, 16
+
+
+def _timeline(answered: Answered, data: _Json) -> Markup:
+    """What each stage does when."""
+    events = [e for e in json.loads(answered.files["trace.json"])["traceEvents"] if e["ph"] == "X"]
+    total, stages = data["step_time_s"], [s["stage"] for s in data["stages"]]
+    shown = stages if len(stages) <= _STAGES else [*stages[: _STAGES // 2], *stages[-_STAGES // 2 :]]
+    rows = [(f"stage {n}", _pieces([e for e in events if e["pid"] == n], total)) for n in shown]
+    present = {kind for _, pieces in rows for _, _, kind in pieces}
+    named = [(kind, name) for name, kind in _KINDS.items() if kind in present]
+    numbers = [
+        (f"{s['stage']}", *(format_time(s[f"{part}_s"]) for part in ("compute", "exposed_communication", "idle")))
+        for s in data["stages"]
+    ]
+    words = f"From left to right {format_time(total)}; each place shows what the stage does longest there."
+    picture = lanes(rows, _COLUMNS) + legend(named)
+    head = (">stage", ">computes", ">communicates", ">waits")
+    return figure("When does each stage compute, send and wait?", picture, head, numbers, words)
+
+
+def _pieces(events: Sequence[_Json], total: float) -> list[tuple[int, int, str]]:
+    """What a stage does longest in each column, columns alike joined."""
+    column = total * 1e6 / _COLUMNS
+    filled: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
+    for e in events:
+        if not e["args"]["exposed"] or e["cat"] == "bubble":
+            continue
+        kind = _KINDS[e["name"].split()[0]] if e["cat"] == "compute" else _KINDS["communication"]
+        start, end = e["ts"], e["ts"] + e["dur"]
+        for k in range(int(start / column), min(int(end / column), _COLUMNS - 1) + 1):
+            part = min(end, (k + 1) * column) - max(start, k * column)
+            filled[k][kind] = filled[k].get(kind, 0.0) + part
+    pieces: list[tuple[int, int, str]] = []
+    for k, parts in enumerate(filled):
+        best = max(parts, key=lambda kind: parts[kind], default="rail")
+        kind = best if parts and parts[best] >= column - sum(parts.values()) else "rail"
+        if pieces and pieces[-1][2] == kind:
+            pieces[-1] = (pieces[-1][0], k + 1, kind)
+        else:
+            pieces.append((k, k + 1, kind))
+    return pieces
+
+
+_DRAWN: Mapping[str, Callable[[Answered, _Json], Markup]] = {
+    "roofline": _roofline,
+    "plan serve": _front,
+    "simulate train": _timeline,
+}

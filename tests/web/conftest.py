@@ -1,0 +1,48 @@
+"""The page, answered in this process, and the command line beside it."""
+
+import contextlib
+import html
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from starlette.testclient import TestClient
+
+from meshwise.cli.main import main
+from meshwise.web.app import make_app
+
+
+@pytest.fixture(scope="session")
+def page() -> Iterator[TestClient]:
+    with TestClient(make_app(), base_url="http://127.0.0.1:8765", follow_redirects=False) as client:
+        yield client
+
+
+def said(command: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(shlex.split(command)[1:])
+    return code, out.getvalue(), err.getvalue()
+
+
+def as_json(command: str) -> dict:
+    """What a command prints with --json, on stdout or, of an error, on stderr."""
+    _, out, err = said(f"{command} --json")
+    return json.loads(out or err[err.index("{") :])
+
+
+def untimed(value: object) -> object:
+    """Without what differs from run to run: the CPU time of a search."""
+    if isinstance(value, dict):
+        return {k: untimed(v) for k, v in value.items() if k != "cpu_s"}
+    return [untimed(v) for v in value] if isinstance(value, list) else value
+
+
+def text_of(body: str) -> str:
+    """What a page says, without its marks."""
+    inline = re.sub(r"</?(?:a|code|kbd|span|svg|rect|circle)\b[^>]*>", "", body)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", inline)).split())

@@ -1,0 +1,227 @@
+"""Pages: what they say is what the command line says, and they need neither scripts nor anything from elsewhere."""
+
+import json
+import re
+
+import pytest
+
+from meshwise.exports import TARGETS
+from meshwise.web import html as written
+from meshwise.web.answers import Answered, answer
+from meshwise.web.links import command, parse_command, query
+from meshwise.web.stops import stops_of
+from meshwise.web.views import COMPARED, VIEWS, link
+from tests.web.conftest import as_json, said, text_of, untimed
+
+#: A link of every view and of every kind of layout; those of the views' examples are asked with options of their own.
+ASKED = {
+    **{name: view.example for name, view in VIEWS.items()},
+    "train with a layout": "meshwise estimate train llama-3-8b --on h100:16 --batch-tokens 512Ki --seq-len 4096 "
+    "--layout fsdp=16,remat=full --no-changes",
+    "train that does not fit": "meshwise estimate train llama-3-8b --on h100:2 --batch-tokens 64Ki --seq-len 4096 "
+    "--layout tensor=2 --no-changes",
+    "serve with a layout": "meshwise estimate serve llama-3-8b --on h100:8 --batch 64 --layout tensor=8 "
+    "--prompt 1024 --output 256 --no-changes",
+    "a problem": "meshwise book roofline.q2.Bcrit --set W_hbm=1.6e12",
+    "a chapter": "meshwise book roofline",
+    "a chip": "meshwise chips h100",
+}
+
+
+@pytest.fixture(scope="module", params=ASKED)
+def asked(request, page):
+    """Verb, options and the page of a command."""
+    verb, pairs = parse_command(ASKED[request.param])
+    return verb, pairs, page.get(link(verb, pairs))
+
+
+def api(verb, pairs):
+    return f"/api/{verb.replace(' ', '/')}?{query(pairs)}"
+
+
+def test_the_page_the_api_and_the_command_say_the_same(asked, page):
+    """Sentence, numbers of the short form, and JSON; the command is the one that the page shows."""
+    verb, pairs, response = asked
+    assert response.status_code == 200
+    told = as_json(command(verb, pairs))
+    found = page.get(api(verb, pairs))
+    assert untimed(found.json()) == untimed(told)
+    seen = text_of(response.text)
+    assert f"{' '.join(told['answer'].split())}" in seen
+    assert command(verb, pairs) in seen
+
+
+#: Those whose text is made quickly, and without a picture of characters.
+@pytest.mark.parametrize("name", ["shard", "model", "collective", "a problem", "a chip", "train with a layout"])
+def test_every_number_of_the_terminal_is_on_the_page(page, name):
+    verb, pairs = parse_command(ASKED[name])
+    code, out, _ = said(command(verb, pairs))
+    found = page.get(link(verb, pairs))
+    assert page.get(api(verb, pairs)).headers["x-exit-code"] == str(code)
+    assert not set(re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", out)) - set(
+        re.findall(r"\d[\d,]*\.?\d*", text_of(found.text))
+    )
+
+
+def test_pages_are_small_and_load_nothing_from_elsewhere(asked):
+    response = asked[2]
+    assert len(response.content) < 500_000
+    policy = response.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';")
+    assert "unsafe" not in policy
+    assert re.findall(r"""(?:src|href|action)=["'](?!/|#)""", response.text) == []
+    assert not re.search(
+        r"<style|\sstyle=|<script(?! src=\"/static/page.js\" defer></script>)|\son[a-z]+=", response.text
+    )
+
+
+def test_headings_labels_and_names_are_in_place(asked):
+    body = asked[2].text
+    assert body.count("<h1>") == 1
+    ids = re.findall(r'\sid="([^"]+)"', body)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'<label for="([^"]+)"', body)) <= set(ids)
+    assert set(re.findall(r'aria-describedby="([^"]+)"', body)) <= set(ids)
+    fields = re.findall(r'<(?:input|select) id="([^"]+)"', body)
+    assert set(fields) == set(re.findall(r'<label for="([^"]+)"', body))
+    for svg in re.findall(r"<svg[^>]*>", body):
+        assert 'aria-hidden="true"' in svg or 'role="img" aria-label=' in svg
+
+
+def test_answers_go_through_json_unchanged():
+    found = answer(*parse_command(ASKED["roofline"]))
+    assert Answered.from_json(found.to_json()).json_of(explain=True) == json.loads(
+        json.dumps(found.json_of(explain=True))
+    )
+
+
+def test_a_view_without_a_question_answers_its_example(page):
+    for name in ("roofline", "shard", "model"):
+        body = page.get(f"/{name}").text
+        assert "An example." in body
+        assert command(VIEWS[name].verb, VIEWS[name].preset()) in text_of(body)
+
+
+def test_the_start_page_answers_four_examples(page):
+    body = page.get("/").text
+    assert body.count('class="sentence"') == 4
+    for name in ("roofline", "shard"):
+        assert as_json(VIEWS[name].example)["answer"] in text_of(body)
+
+
+def test_empty_fields_of_a_form_leave_the_link(page):
+    found = page.get("/roofline?expression=fp32[N]+%2B+fp32[N]+->+fp32[N]&on=h100&set=&vary=&memory=hbm&padding=yes&b=")
+    assert found.status_code == 303
+    assert (
+        found.headers["location"] == "/roofline?expression=fp32%5BN%5D%20%2B%20fp32%5BN%5D%20-%3E%20fp32%5BN%5D&on=h100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/roofline?on=v5q&expression=fp32[N]->fp32[N]", 400, "unknown chip 'v5q'. Nearest:"),
+        ("/roofline?expression=fp32[N]->fp32[N]", 400, "--on is missing"),
+        ("/train?model=llama-3-8b&on=v5e:4x8&batch-tokens=many&seq-len=4096", 400, "--batch-tokens: expected a number"),
+        ("/train?model=llama-3-8b&on=v5e:4x8&foo=1", 400, "unknown option 'foo'"),
+        ("/train?model=llama-3-8b&save=/tmp/x", 400, "writes a file"),
+        ("/train?model=llama-3-8b&front=maybe", 400, "--front: expected yes or no, found 'maybe'"),
+        ("/train?model=llama-3-70b&on=v5e&batch-tokens=64Ki&seq-len=4096", 422, "does not fit on v5e"),
+        ("/serve?model=llama-3-8b&on=h100:8", 400, "--prompt and --output are missing"),
+        ("/shard?expression=A[I_X&mesh=X=4", 400, "^"),
+        ("/book?problem=roofline.q9", 400, "no problem 'roofline.q9'; nearest:"),
+        ("/trian", 404, "/train"),
+        ("/go?command=meshwise+rum", 400, "the page shows no command"),
+        ("/compare?a=meshwise+rum&b=--on+v5e", 400, "the page shows no command"),
+        ("/files/plan.json?verb=plan+trian", 400, "expected one of plan train"),
+        ("/files/passwd?verb=model&model=llama-3-8b", 400, "writes no 'passwd'"),
+        ("/model?model=%3Cscript%3Ealert(1)%3C/script%3E", 400, "<script>alert(1)</script>"),
+    ],
+)
+def test_wrong_input_is_said_in_words(page, path, status, words):
+    found = page.get(path)
+    assert found.status_code == status
+    assert words in text_of(found.text)
+    assert "<script>alert" not in found.text
+    assert "Traceback" not in found.text
+
+
+def test_the_field_that_is_wrong_is_marked(page):
+    body = page.get("/train?model=llama-3-8b&on=v5e:4x8&batch-tokens=many&seq-len=4096").text
+    (field,) = re.findall(r'<input id="([^"]+)"[^>]*aria-invalid="true"', body)
+    assert field == "f-batch-tokens"
+    assert 'value="many"' in body
+
+
+def test_errors_of_the_api_are_those_of_the_command_line(page):
+    for text in ("meshwise chips v5q", "meshwise plan train llama-3-70b --on v5e --batch-tokens 64Ki --seq-len 4096"):
+        verb, pairs = parse_command(text)
+        assert page.get(api(verb, pairs)).json() == as_json(text)
+
+
+def test_another_host_name_and_other_sites_are_refused(page):
+    assert page.get("/roofline", headers={"host": "evil.example"}).status_code == 400
+    assert (
+        page.get("/api/models", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"}).status_code == 403
+    )
+    linked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert page.get("/models", headers=linked).status_code == 200
+    assert page.post("/roofline").status_code == 405
+
+
+def test_files_are_those_that_the_command_writes(page, tmp_path):
+    text = ASKED["train with a layout"]
+    verb, pairs = parse_command(text)
+    asking = query((("verb", verb), *pairs))
+    plan = tmp_path / "plan.json"
+    said(f"{text} --save {plan}")
+    assert page.get(f"/files/plan.json?{asking}").text == plan.read_text()
+    body = page.get(link(verb, pairs)).text
+    tools = set(re.findall(r'href="/files/(\w+)\?', body)) & set(TARGETS)
+    assert tools
+    tool = min(tools)
+    assert page.get(f"/files/{tool}?{asking}").text == said(f"meshwise export {plan} --to {tool}")[1]
+
+
+@pytest.mark.parametrize(("first", "second"), [(a, b) for _, a, b in COMPARED])
+def test_two_are_compared(page, first, second):
+    sent = page.get("/compare", params={"a": first, "b": second})
+    assert sent.status_code == 303
+    body = text_of(page.get(sent.headers["location"]).text)
+    whole = f"{first} {second if second.startswith('--') else f'--layout {second}'}"
+    flag = whole.rsplit(second.split()[0], maxsplit=1)[-1].split() if second.startswith("--") else []
+    other = re.sub(r" --on \S+(?=.* --on )", "", whole) if flag else re.sub(r" --layout \S+(?=.* --layout )", "", whole)
+    assert as_json(first)["answer"] in body
+    assert f"B: {as_json(other)['answer']}" in body
+    assert "B against A" in body
+
+
+@pytest.mark.parametrize(
+    "name", ["train with a layout", "serve with a layout", "roofline", "shard", "model", "a problem"]
+)
+def test_every_stop_of_a_slider_is_a_link_that_answers(page, name):
+    verb, pairs = parse_command(ASKED[name])
+    stops = stops_of(answer(verb, pairs))
+    assert stops
+    for one in stops:
+        assert one.own in one.values, one.name
+        for href in (next(iter(one.values.values())), list(one.values.values())[-1]):
+            found = page.get(href)
+            assert found.status_code == 200, (one.name, href, text_of(found.text)[:900])
+
+
+def test_collectives_are_stepped_through(page):
+    verb, pairs = parse_command(ASKED["shard"])
+    start, step = (page.get(f"{link(verb, pairs)}&step={n}&device=3").text for n in (0, 1))
+    assert "Device X=1, Y=1" in start
+    assert "before: C[I_X, K_Y]" in step
+    assert "talks with it" in step
+    assert "talks with it" not in start
+
+
+def test_a_block_that_html_does_not_know_is_kept_as_text():
+    class Odd:
+        def __rich_console__(self, console, options):
+            yield "a < b"
+
+    assert "a &lt; b" in written.html_of([Odd()])
