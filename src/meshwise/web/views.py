@@ -145,9 +145,9 @@ CARDS = ("train", "serve", "roofline", "shard")
 #: Comparisons to begin with: words, A, and what B has in place of A's options.
 COMPARED = (
     (
-        "FSDP against tensor parallelism for LLaMA-3-8B on 16 H100",
-        "meshwise estimate train llama-3-8b --on h100:16 --batch-tokens 1Mi --seq-len 4096 --layout fsdp=16 --no-changes",
-        "tensor=8,data=2",
+        "FSDP against tensor parallelism for LLaMA-3-8B on 8 H100",
+        "meshwise estimate train llama-3-8b --on h100:8 --batch-tokens 1Mi --seq-len 4096 --layout fsdp=8 --no-changes",
+        "tensor=8",
     ),
     (
         "LLaMA-3-70B served by 8 H100 or 8 H200",
