@@ -253,24 +253,24 @@ def _parsed(verb: str, typed: Sequence[str]) -> list[tuple[str, str]]:
     flags = {o.typed: o for o in _all_options(verb) if not o.positional}
     places = iter([o.key for o in options(verb).values() if o.positional])
     found: list[tuple[str, str]] = []
-    rest = list(typed)
+    rest, only_words = list(typed), False
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if word in _SHOWN:
-            continue
-        if name.startswith("--no-") and (option := flags.get(f"--{name[5:]}")) and option.switch:
+        if word == "--" and not only_words:
+            only_words = True
+        elif only_words or not word.startswith("--"):
+            if (key := next(places, None)) is None:
+                raise MeshwiseError(f"'meshwise {verb}' takes no further word {word[:80]!r}; options begin with --")
+            found.append((key, word))
+        elif name.startswith("--no-") and (option := flags.get(f"--{name[5:]}")) and option.switch:
             found.append((option.key, "no"))
         elif name in flags and flags[name].switch:
             found.append((flags[name].key, "yes"))
-        elif name.startswith("--") and name != "--":
+        elif word not in _SHOWN:
             if name not in flags:
                 raise _unknown(verb, name.removeprefix("--"))
             if not equals and not rest:
                 raise MeshwiseError(f"{name} is the last word of the command: its value is missing")
             found.append((flags[name].key, value if equals else rest.pop(0)))
-        elif word != "--":
-            if (key := next(places, None)) is None:
-                raise MeshwiseError(f"'meshwise {verb}' takes no further word {word[:80]!r}; options begin with --")
-            found.append((key, word))
     return found
