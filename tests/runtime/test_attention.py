@@ -1,4 +1,4 @@
-"""Attention by blocks of queries, and its backward pass from a given denominator, against attention at once."""
+"""Attention by each kernel, forward and backward, against all scores at once; masks, and which blocks hold pairs."""
 
 from functools import partial
 
@@ -7,62 +7,153 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwise.runtime import attention
-from meshwise.runtime.attention import Masks, attend, weigh_scores
+from meshwise.runtime.attention import Kernel, attend, shift_of
+from meshwise.runtime.kernels import blocks, gpu, tpu
+from meshwise.runtime.kernels.masks import Masks, Pairs
 
-MASKS = Masks(causal=True, window=7, chunk=None, scale=0.3, cap=5.0)
+MASKS = {
+    "causal": Masks(True, None, None, 0.3),
+    "window and cap": Masks(True, 70, None, 0.3, cap=5.0),
+    "all": Masks(False, None, None, 0.3),
+}
 
 
 def drawn(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
 
 
-@pytest.fixture
-def given():
-    q, k, v = drawn(2, 16, 4, 8), drawn(2, 16, 2, 8), drawn(2, 16, 2, 6)
-    return q, k, v, (jnp.arange(16), jnp.arange(16))
+def at_once(q, k, v, pairs):
+    """All scores, with gradients that JAX derives."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    logits, _ = pairs.masks.logits(jnp.einsum("btkgh,bskh->bkgts", grouped, k))
+    seen = pairs.masks.seen(pairs.queries + jnp.arange(q.shape[1]), pairs.keys + jnp.arange(k.shape[1]))
+    logits = jnp.where(seen, logits, -1e30)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    out = jnp.einsum("bkgts,bskh->btkgh", jnp.where(seen, jnp.exp(logits - total[..., None]), 0), v)
+    return out.reshape(*q.shape[:3], -1), jnp.moveaxis(total, 3, 1).reshape(q.shape[:3])
 
 
-def objective(q, k, v, positions):
-    out, total = attend(q, k, v, MASKS, positions)
+def objective(function, q, k, v):
+    out, total = function(q, k, v)
     return jnp.sum(out * drawn(*out.shape)) + jnp.sum(total * drawn(*total.shape))
+
+
+def close(found, expected, tolerance=2e-4):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def given(length=256, keys=256):
+    """Two heads to each of keys and values, values narrower than keys."""
+    return drawn(2, length, 4, 24), drawn(2, keys, 2, 24), drawn(2, keys, 2, 16)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_a_query_sees_keys_of_its_window_and_of_its_own_chunk(causal, window, chunk):
-    found = Masks(causal, window, chunk, scale=1.0).seen(np.arange(10), np.arange(10))
+    masks = Masks(causal, window, chunk, scale=1.0)
+    found = masks.seen(np.arange(10), np.arange(10))
     for q, k in np.ndindex(10, 10):
         near, own = window is None or q - k < window, chunk is None or q // chunk == k // chunk
         assert found[q, k] == ((k <= q or not causal) and near and own)
+    assert masks.num_pairs(0, 10, 10) == found.sum()
+
+
+@pytest.mark.parametrize("masks", [Masks(True, 5, None, 1.0), Masks(True, None, 4, 1.0), Masks(True, 3, 4, 1.0)])
+@pytest.mark.parametrize("offset", [-8, 0, 4, 12])
+def test_ranges_hold_every_pair_and_no_more_keys_than_they_must(masks, offset):
+    seen = masks.seen(offset + np.arange(12), np.arange(16))
+    for first in range(0, 12, 3):
+        keys = np.flatnonzero(seen[first : first + 3].any(0))
+        low, high = masks.key_range(offset + first, offset + first + 2, 0, 16)
+        assert (low, high) == (keys[0], keys[-1] + 1) if len(keys) else high <= low
+    for first in range(0, 16, 4):
+        queries = np.flatnonzero(seen[:, first : first + 4].any(1))
+        low, high = masks.query_range(first, first + 3, offset, 12)
+        assert not len(queries) or (low <= queries[0] and high > queries[-1])
 
 
 @pytest.mark.jax
-def test_blocks_of_queries_change_nothing(given, monkeypatch):
-    expected = jax.value_and_grad(objective, argnums=(0, 1, 2))(*given)
-    monkeypatch.setattr(attention, "_BLOCK", 4)
-    found = jax.value_and_grad(objective, argnums=(0, 1, 2))(*given)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_blocks_attend_as_all_scores_at_once(name, skip, monkeypatch):
+    monkeypatch.setattr(blocks, "_QUERIES", 64)
+    monkeypatch.setattr(blocks, "_KEYS", 64)
+    kernel = Kernel("cpu" if skip else "none")
+    check(partial(attend, pairs=Pairs(MASKS[name]), kernel=kernel), Pairs(MASKS[name]))
 
 
-@pytest.mark.parametrize("block", [pytest.param(512, marks=pytest.mark.jax), 4])
-def test_gradients_from_a_given_denominator_are_those_of_attention(given, monkeypatch, block):
-    *arrays, positions = given
-    expected = jax.jit(jax.grad(objective, argnums=(0, 1, 2)))(*given)
-    out, total = jax.jit(attend, static_argnums=3)(*arrays, MASKS, positions)
-    monkeypatch.setattr(attention, "_BLOCK", block)
-    d_out = drawn(*out.shape)
-    shift = drawn(*total.shape) - jnp.sum(d_out * out, axis=-1)
-    weighed = partial(weigh_scores, masks=MASKS, positions=positions, total=total, d_out=d_out, shift=shift)
-    found = jax.jit(jax.grad(weighed, argnums=(0, 1, 2)))(*arrays)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+@pytest.mark.jax
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("module", [tpu, gpu])
+def test_fused_kernels_attend_as_all_scores_at_once(name, module):
+    check(partial(interpreted, module=module, pairs=Pairs(MASKS[name])), Pairs(MASKS[name]))
+
+
+def check(function, pairs):
+    arrays = given()
+    with jax.default_matmul_precision("highest"):
+        close(jax.jit(function)(*arrays), at_once(*arrays, pairs))
+        slopes = jax.jit(jax.grad(partial(objective, function), argnums=(0, 1, 2)))(*arrays)
+        expected = jax.grad(partial(objective, partial(at_once, pairs=pairs)), argnums=(0, 1, 2))(*arrays)
+    close(slopes, expected, 1e-3)
+
+
+def interpreted(q, k, v, *, module, pairs):
+    """A fused kernel on a CPU, with its gradients."""
+
+    @jax.custom_vjp
+    def function(q, k, v):
+        return module.forward(q, k, v, pairs, interpret=True)
+
+    def forward(q, k, v):
+        made = function(q, k, v)
+        return made, (q, k, v, *made)
+
+    def backward(kept, gradients):
+        *arrays, out, total = kept
+        read = total, gradients[0], shift_of(out, *gradients)
+        return module.backward(*arrays, read, pairs, interpret=True)
+
+    function.defvjp(forward, backward)
+    return function(q, k, v)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("module", [tpu, gpu, blocks])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_device_chooses_its_blocks_as_it_runs(module, number):
+    """Keys of another device: those before are seen, in a window; of those after it sees none."""
+    masks, arrays, offsets = MASKS["window and cap"], given(), (-256, 0, 256)
+    how = {"skip": True} if module is blocks else {"interpret": True}
+
+    @jax.jit
+    def at(number):
+        pairs = Pairs(masks, 512, 512 - jnp.asarray(offsets)[number], offsets, number)
+        return module.forward(*arrays, pairs, **how)
+
+    with jax.default_matmul_precision("highest"):
+        out, total = at(number)
+        expected = at_once(*arrays, Pairs(masks, 512, 512 - offsets[number]))
+    seen = np.asarray(masks.seen(offsets[number] + np.arange(256), np.arange(256)).any(1))
+    close(out, expected[0])
+    close(total[:, seen], expected[1][:, seen])
+    assert np.isneginf(total[:, ~seen]).all()
+
+
+def test_what_a_kernel_cannot_do_is_said():
+    q, k, _ = given(100, 100)
+    masks = MASKS["causal"]
+    assert "100 queries and 100 keys" in Kernel("tpu").refusal(q, k, Pairs(masks))
+    assert "100 queries and 100 keys" in Kernel("gpu").refusal(q, k, Pairs(masks))
+    assert "only as the program runs" in Kernel("tpu").refusal(q, k, Pairs(masks, offsets=()))
+    assert "chunks" in Kernel("tpu").refusal(q, k, Pairs(Masks(True, None, 8, 1.0)))
+    assert not Kernel("tpu").refusal(*given()[:2], Pairs(masks))
 
 
 def test_a_query_that_sees_nothing_here_gets_zeros_and_no_weight():
     q, k, v = drawn(1, 4, 2, 8), drawn(1, 4, 2, 8), drawn(1, 4, 2, 8)
-    out, total = jax.jit(attend, static_argnums=3)(q, k, v, MASKS, (jnp.arange(4), 4 + jnp.arange(4)))
+    out, total = jax.jit(partial(attend, pairs=Pairs(MASKS["causal"], 0, 4)))(q, k, v)
     assert not np.asarray(out).any()
     assert np.isneginf(total).all()

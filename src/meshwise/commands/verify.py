@@ -19,7 +19,7 @@ from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
 from meshwise.compiler.expected import expect
 from meshwise.compiler.hlo.groups import DeviceMesh
-from meshwise.compiler.hlo.traffic import unread
+from meshwise.compiler.hlo.traffic import unread, without_kernel
 from meshwise.compiler.lines import Line, extrapolated
 from meshwise.compiler.reduction import Reduction, reduce_layers, reduction_of
 from meshwise.compiler.targets import Target
@@ -78,6 +78,7 @@ def verify(
         out_of_memory=compiled.out_of_memory,
         versions=compiled.versions,
         unread=() if compiled.memory is None else unread(compiled.module),
+        without_kernel=() if compiled.memory is None else without_kernel(compiled.module),
     )
 
 

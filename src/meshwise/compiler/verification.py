@@ -41,6 +41,7 @@ class Verification:
         out_of_memory: what the compiler said of a copy that does not fit, else None.
         versions: of the compiler's packages.
         unread: what of the program could not be counted, in words.
+        without_kernel: why attention is not a fused kernel, in words; empty where it is.
     """
 
     target: str
@@ -52,6 +53,7 @@ class Verification:
     out_of_memory: OutOfMemory | None
     versions: Mapping[str, str]
     unread: tuple[str, ...] = ()
+    without_kernel: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:

@@ -80,6 +80,7 @@ def _body(found: Verification, layout: str) -> Iterable[RenderableType | None]:
     yield _table("matmuls of a chip a step", found.group("flops"), format_flops)
     yield _table("read and written by a chip a step", found.group("moved"), format_bytes)
     yield listed("In the program, but not counted", found.unread)
+    yield listed("Attention without a fused kernel, in blocks of plain JAX, since", found.without_kernel)
     used = dict.fromkeys(d.reason for line in found.lines for d in line.differences if d.reason != UNEXPLAINED)
     yield listed("Reasons", (f"{reason}: {REASONS[reason]}" for reason in used))
 
@@ -127,7 +128,10 @@ def _data(found: Verification, layout: str) -> dict[str, Any]:
     }
     return {
         **picked(found, "target fits layers capacity_bytes=capacity predicted_bytes=predicted_total"),
-        **picked(found, "compiled_bytes=peak set_aside_bytes=set_aside not_counted=unread"),
+        **picked(
+            found,
+            "compiled_bytes=peak set_aside_bytes=set_aside not_counted=unread attention_without_kernel=without_kernel",
+        ),
         **picked(found, "unexplained_share_of_received=unexplained_share out_of_memory=out_of_memory.message"),
         "layout": layout,
         "compiled": [_copy(copy) for copy in found.copies],

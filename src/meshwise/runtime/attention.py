@@ -1,151 +1,142 @@
-"""Attention on one device's queries, keys and values: grouped heads, masks by position, caps, blocks of queries.
+"""Attention on one device's queries, keys and values: grouped heads, masks by position, caps, in one fused pass.
 
-Positions are absolute, so that a device may hold any part of a sequence. Not here: who holds what (`attention_placed`).
+Which kernel does it follows from the platform; where that has none for what is asked, blocks in plain JAX do. Not here:
+who holds what (`attention_placed`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-#: Queries that are worked on at a time, where there are more than twice as many: their fp32 scores against 4,096 keys
-#: take four times the bytes of all queries, and stay small beside what a layer holds.
-_BLOCK = 128
+from meshwise.runtime.kernels import blocks
+from meshwise.runtime.kernels.masks import Pairs
+
+#: JAX's name of a platform -> the module of its kernel. They are loaded when they are used.
+_KERNELS = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+
+Outputs = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Masks:
-    """Which keys a query sees, and what happens to its logits.
+class Kernel:
+    """How attention is computed.
 
     Args:
-        causal, window, chunk: as in `tensors.Attention`.
-        scale: factor of q . k.
-        cap: c of c tanh(x / c), or None.
+        platform: as JAX names that of the devices.
+        name: under which what it makes is kept for the backward pass, "" for none.
     """
 
-    causal: bool
-    window: int | None
-    chunk: int | None
-    scale: float
-    cap: float | None = None
+    platform: str = "cpu"
+    name: str = ""
 
-    def seen(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """Whether each query position [T] sees each key position [S]: [T, S]."""
-        q, k = queries[:, None], keys[None, :]
-        seen = k <= q if self.causal else jnp.ones((q.shape[0], k.shape[1]), bool)
-        if self.window is not None:
-            seen &= k > q - self.window
-        if self.chunk is not None:
-            seen &= k // self.chunk == q // self.chunk
-        return seen
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs) -> Outputs:
+        """Attend; see `blocks.forward`."""
+        with jax.named_scope(self._scope(q, k, pairs)):
+            found: Outputs = self._module(q, k, pairs, "forward")(q, k, v, pairs)
+        return found
+
+    def backward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kept: tuple[jax.Array, ...],
+        pairs: Pairs,
+        *,
+        dtype: Any = jnp.float32,
+    ) -> tuple[jax.Array, ...]:
+        """Gradients; see `blocks.backward`."""
+        function = self._module(q, k, pairs, "backward")
+        with jax.named_scope(self._scope(q, k, pairs)):
+            found: tuple[jax.Array, ...] = function(q, k, v, kept, pairs, dtype=dtype)
+        return found
+
+    def refusal(self, q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
+        """Why the platform's kernel cannot be used, in words; "" where it can."""
+        module = _kernel(self.platform)
+        return "the platform has no kernel of its own" if module is None else str(module.refusal(q, k, pairs))
+
+    def _module(self, q: jax.Array, k: jax.Array, pairs: Pairs, what: str) -> Callable[..., Any]:
+        if self.refusal(q, k, pairs):
+            function: Callable[..., Any] = getattr(blocks, what)
+            return partial(function, skip=self.platform == "cpu")  # rounds of loops that depend on data say nothing
+        return getattr(_kernel(self.platform), what)
+
+    def _scope(self, q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
+        refusal = self.refusal(q, k, pairs)
+        return f"blocks, since {refusal}" if refusal else "fused"
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, positions: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Attend to keys by blocks of queries, whose scores are computed again in the backward pass.
+#: Of a platform that has none of its own.
+_PLAIN = Kernel()
+
+
+def _kernel(platform: str) -> Any:
+    """The module of a platform's kernel, None where it has none."""
+    match _KERNELS.get(platform):
+        case "tpu":
+            from meshwise.runtime.kernels import tpu  # noqa: PLC0415  (loads Pallas)
+
+            return tpu
+        case "gpu":
+            from meshwise.runtime.kernels import gpu  # noqa: PLC0415
+
+            return gpu
+        case _:
+            return None
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, kernel: Kernel = _PLAIN) -> Outputs:
+    """Attend to keys; nothing of the size of the scores is kept for the backward pass, which computes them again.
 
     Args:
-        q: [B, T, N, H]; N = K x G, heads of a group together.
-        k: [B, S, K, H].
-        v: [B, S, K, Hv].
-        masks: what is seen.
-        positions: of queries [T] and of keys [S].
+        q, k, v, pairs: as of `blocks.forward`.
+        kernel: see there.
 
-    Returns: the output [B, T, N, Hv] in the format of v, and the logarithm of each softmax's denominator [B, T, N] in
-        fp32 (minus infinity where a query sees no key, and the output is zero).
+    Returns: as `blocks.forward`.
     """
-    length, (queries, keys) = q.shape[1], positions
-    if length <= 2 * _BLOCK or length % _BLOCK:
-        return _attend(q, k, v, masks, positions)
-    blocks = length // _BLOCK
-
-    @jax.checkpoint
-    def one(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        return None, _attend(block[0], k, v, masks, (block[1], keys))
-
-    parts = jnp.moveaxis(q.reshape(q.shape[0], blocks, _BLOCK, *q.shape[2:]), 1, 0)
-    _, (out, total) = jax.lax.scan(one, None, (parts, queries.reshape(blocks, _BLOCK)))
-    whole = jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])
-    return whole, jnp.moveaxis(total, 0, 1).reshape(q.shape[:3])
+    if pairs.known:
+        return _attend(q, k, v, None, (kernel, pairs))
+    places = jnp.stack([jnp.asarray(x, jnp.int32) for x in (pairs.queries, pairs.keys, pairs.number)])
+    return _attend(q, k, v, places, (kernel, Pairs(pairs.masks, offsets=tuple(pairs.offsets))))
 
 
-def weigh_scores(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    masks: Masks,
-    positions: tuple[jax.Array, jax.Array],
-    total: jax.Array,
-    d_out: jax.Array,
-    shift: jax.Array,
-) -> jax.Array:
-    """Sum p (d_out . v + shift) over queries and keys, p being weights of a softmax whose denominator is given.
-
-    Its gradients are those of attention to a part of the keys, in the backward pass.
-
-    Args:
-        q, k, v, masks, positions: as in `attend`.
-        total: logarithm of the denominator over all keys [B, T, N].
-        d_out: gradient of the output [B, T, N, Hv].
-        shift: what is added [B, T, N].
-    """
-    groups = q.shape[2] // k.shape[2]
-
-    @jax.checkpoint
-    def one(start: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        own_q, own_total, own_d, own_shift, queries = block
-        logits, seen = _logits(own_q, k, masks, (queries, positions[1]))
-        finite = jnp.where(jnp.isfinite(own_total), own_total, 0.0)
-        weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0) - _by_group(finite, groups)), 0.0)
-        grouped = own_d.reshape(*own_d.shape[:2], k.shape[2], groups, own_d.shape[3])
-        along = jnp.einsum("btkgh,bskh->bkgts", grouped, v, preferred_element_type=jnp.float32)
-        return start + jnp.sum(weights * (along + _by_group(own_shift, groups))), None
-
-    length = q.shape[1]
-    blocks = 1 if length <= 2 * _BLOCK or length % _BLOCK else length // _BLOCK
-
-    def cut(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], blocks, length // blocks, *x.shape[2:]), 1, 0)
-
-    parts = (cut(q), cut(total), cut(d_out), cut(shift), positions[0].reshape(blocks, length // blocks))
-    return jax.lax.scan(one, jnp.zeros((), jnp.float32), parts)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, places: jax.Array | None, how: tuple[Kernel, Pairs]) -> Outputs:
+    return _forward(q, k, v, places, how)[0]
 
 
-def _by_group(x: jax.Array, groups: int) -> jax.Array:
-    """[B, T, N] -> [B, K, G, T, 1]."""
-    apart = x.reshape(*x.shape[:2], x.shape[2] // groups, groups)
-    return jnp.moveaxis(apart, 1, 3)[..., None]
+def _placed(places: jax.Array | None, known: Pairs) -> Pairs:
+    """Where queries and keys stand: as known when the program is traced, or as it is handed in."""
+    return known if places is None else Pairs(known.masks, places[0], places[1], known.offsets, places[2])
 
 
-def _logits(
-    q: jax.Array, k: jax.Array, masks: Masks, positions: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Scaled and capped logits [B, K, G, T, S], and which of them are seen [T, S]."""
-    groups = q.shape[2] // k.shape[2]
-    grouped = q.reshape(*q.shape[:2], k.shape[2], groups, q.shape[3])
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * masks.scale
-    if masks.cap is not None:
-        logits = masks.cap * jnp.tanh(logits / masks.cap)
-    return logits, masks.seen(*positions)
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, places: jax.Array | None, how: tuple[Kernel, Pairs]
+) -> tuple[Outputs, tuple[Any, ...]]:
+    made = how[0].forward(q, k, v, _placed(places, how[1]))
+    # Named here: the backward pass reads them as they are here, and would attend once more to make them.
+    made = checkpoint_name(made, how[0].name) if how[0].name else made
+    return made, (q, k, v, *made, places)
 
 
-def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, positions: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    logits, seen = _logits(q, k, masks, positions)
-    logits = jnp.where(seen, logits, -jnp.inf)
-    # A query that sees nothing here (possible in a ring) has no largest logit.
-    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    weights = jnp.where(seen, jnp.exp(logits - largest), 0.0)
-    total = jnp.sum(weights, axis=-1)
-    some = total > 0
-    share = weights / jnp.where(some, total, 1.0)[..., None]
-    out = jnp.einsum("bkgts,bskh->btkgh", share.astype(v.dtype), v)
-    denominator = jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + largest[..., 0], -jnp.inf)
-    denominator = jnp.moveaxis(denominator, 3, 1)  # [B, K, G, T] -> [B, T, K, G]
-    return out.reshape(*q.shape[:3], v.shape[-1]), denominator.reshape(q.shape[:3])
+def _backward(how: tuple[Kernel, Pairs], kept: tuple[Any, ...], gradients: Outputs) -> tuple[jax.Array | None, ...]:
+    q, k, v, out, total, places = kept
+    read = total, gradients[0], shift_of(out, *gradients)
+    found = how[0].backward(q, k, v, read, _placed(places, how[1]), dtype=q.dtype)
+    return *(g.astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True)), None
+
+
+def shift_of(out: jax.Array, d_out: jax.Array, d_total: jax.Array) -> jax.Array:
+    """What is added to d_out . v in gradients of scores: with p the weights, d_scores = p (d_out . v + shift)."""
+    return d_total - jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+
+
+_attend.defvjp(_forward, _backward)

@@ -8,7 +8,7 @@ Not here: attention on one device (`attention`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwise.core.tensors import Attention
-from meshwise.runtime.attention import Masks, attend, weigh_scores
+from meshwise.runtime.attention import Kernel, attend, shift_of
 from meshwise.runtime.circle import Circle
+from meshwise.runtime.kernels.masks import Masks, Pairs
 from meshwise.runtime.shardings import Placement, part_index
 from meshwise.sharding import Sharding
 
@@ -39,29 +40,34 @@ def attend_placed(
         inputs: q, k and v where `splits` has them.
         masks: what is seen, by position.
         placement: of the layout.
-        start: position of the first query; keys begin at zero.
+        start: position of the first query, a number where it is known as the program is traced; keys begin at zero.
         splits: of the operation's iteration space; keys are split only where they go round a ring.
 
     Returns: as `attend`, split as `splits` says, named as the operation's output for what is kept of it.
     """
     positions = tuple(splits.get(op.query_axis, ()))
     around = placement.split(splits.get(op.key_axis, ()))
-    keys = jnp.arange(inputs[1].shape[1])
+    known = isinstance(start, int)
+    kernel = Kernel(placement.platform, op.output.name)
 
-    def local(start: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(start: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         if around:
             assert around == placement.split(positions), "a ring is of the axes that split queries"
-            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]], name=op.output.name))
-        queries = start + part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
-        return checkpoint_name(attend(q, k, v, masks, (queries, keys)), op.output.name)
+            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]], kernel=kernel))
+        number = part_index(positions, placement)
+        offsets = range(0, placement.ways(positions) * q.shape[1], q.shape[1]) if known else ()
+        pairs = Pairs(masks, start + number * q.shape[1], 0, tuple(offsets), number)
+        return attend(q, k, v, pairs, kernel)
 
     if placement.mesh.size == 1:
-        return local(jnp.asarray(start), inputs[0], inputs[1], inputs[2])
+        return local(start, inputs[0], inputs[1], inputs[2])
     specs = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in op.inputs)
     out = placement.spec(Sharding.of(op.output.axes, splits))
     total = placement.spec(Sharding.of(op.output.axes[:-1], splits))
     q, k, v = inputs
-    return placement.local(local, (PartitionSpec(), *specs), (out, total))(jnp.asarray(start), q, k, v)
+    if known:
+        return placement.local(partial(local, start), specs, (out, total))(q, k, v)
+    return placement.local(local, (PartitionSpec(), *specs), (out, total))(start, q, k, v)
 
 
 Outputs = tuple[jax.Array, jax.Array]
@@ -73,14 +79,16 @@ class Ring(Circle):
 
     Args:
         axis, size, both_ways: as of a circle.
-        name: under which what was attended to is kept for the backward pass, "" for none.
+        kernel: that attends to what has come round.
     """
 
-    name: str = ""
+    kernel: Kernel = field(default=Kernel())
 
-    def positions(self, length: int, steps: jax.Array | int = 0) -> jax.Array:
-        """Positions of the part that arrives after `steps`; after none, the device's own."""
-        return (self.own - steps) % self.size * length + jnp.arange(length)
+    def pairs(self, masks: Masks, length: int, steps: jax.Array | int = 0) -> Pairs:
+        """Where the device's queries stand beside the keys that arrive after `steps`; after none, its own."""
+        other = (self.own - steps) % self.size
+        offsets = tuple(n * length for n in range(1 - self.size, self.size))
+        return Pairs(masks, self.own * length, other * length, offsets, self.own - other + self.size - 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -100,13 +108,13 @@ def ring_attend(q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, ring: Ri
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, ring: Ring
 ) -> tuple[Outputs, tuple[jax.Array, ...]]:
-    queries = ring.positions(q.shape[1])
-    first, total = attend(q, k, v, masks, (queries, queries))
+    length = q.shape[1]
+    first, total = ring.kernel.forward(q, k, v, Pairs(masks))
 
     def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         keys, values, out, total = carry
         keys, values = ring.pass_on(keys, 1), ring.pass_on(values, 1)
-        part, more = attend(q, keys, values, masks, (queries, ring.positions(k.shape[1], number)))
+        part, more = ring.kernel.forward(q, keys, values, ring.pairs(masks, length, number))
         both = jnp.logaddexp(total, more)
         scale = jnp.where(jnp.isfinite(both), both, 0.0)
         out = out * jnp.exp(total - scale)[..., None] + part.astype(jnp.float32) * jnp.exp(more - scale)[..., None]
@@ -115,30 +123,22 @@ def _forward(
     start: tuple[jax.Array, ...] = (k, v, first.astype(jnp.float32), total)
     (_, _, out, total), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
     # Named here: the backward pass reads them as they are here, and would go round once more to make them.
-    made, total = checkpoint_name((out.astype(v.dtype), total), ring.name)
+    made, total = checkpoint_name((out.astype(v.dtype), total), ring.kernel.name)
     return (made, total), (q, k, v, made, total)
 
 
 def _backward(masks: Masks, ring: Ring, kept: tuple[jax.Array, ...], gradients: Outputs) -> tuple[jax.Array, ...]:
     q, k, v, out, total = kept
-    d_out, d_total = gradients
-    # With p the weights of a softmax: d_scores = p (d_out . v - d_out . out + d_total).
-    shift = d_total - jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    queries = ring.positions(q.shape[1])
-
-    def part(keys: jax.Array, values: jax.Array, number: jax.Array | int) -> tuple[jax.Array, ...]:
-        seen = (queries, ring.positions(k.shape[1], number))
-        scores = partial(weigh_scores, masks=masks, positions=seen, total=total, d_out=d_out, shift=shift)
-        found: tuple[jax.Array, ...] = jax.grad(scores, argnums=(0, 1, 2))(q, keys, values)
-        return tuple(g.astype(jnp.float32) for g in found)
+    length = q.shape[1]
+    read = total, gradients[0], shift_of(out, *gradients)
 
     def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         keys, values, d_q, d_k, d_v = carry
         keys, values, d_k, d_v = (ring.pass_on(x, 1) for x in (keys, values, d_k, d_v))
-        more_q, more_k, more_v = part(keys, values, number)
+        more_q, more_k, more_v = ring.kernel.backward(q, keys, values, read, ring.pairs(masks, length, number))
         return (keys, values, d_q + more_q, d_k + more_k, d_v + more_v), None
 
-    start = (k, v, *part(k, v, 0))
+    start = (k, v, *ring.kernel.backward(q, k, v, read, Pairs(masks)))
     (_, _, d_q, d_k, d_v), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
     d_k, d_v = ring.pass_on(d_k, 1), ring.pass_on(d_v, 1)  # the last step home
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)

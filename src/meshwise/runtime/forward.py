@@ -14,8 +14,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
-from meshwise.runtime.attention import Masks
 from meshwise.runtime.attention_placed import attend_placed
+from meshwise.runtime.kernels.masks import Masks
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.ops import Surroundings, elementwise
@@ -127,8 +127,9 @@ class _Walk:
         numerics = self.around.numerics
         scale = numerics.attention_scale[self.around.block]
         masks = Masks(op.causal, op.window, op.chunk, scale, numerics.attention_cap)
-        start = self.around.positions[0]
+        start = 0
         if _CACHED[0] in self.arrays:
+            start = self.around.positions[0]
             for place, name in enumerate(_CACHED, 1):
                 held = jax.lax.dynamic_update_slice_in_dim(self.arrays[name], inputs[place], start, axis=1)
                 inputs[place] = self.arrays[name] = held

@@ -58,6 +58,11 @@ class Placement:
     reduces: str = "gradients"
 
     @property
+    def platform(self) -> str:
+        """Platform of the devices, as JAX names it."""
+        return str(self.mesh.devices.flat[0].platform)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that may split something here."""
         return tuple(a for a in self.mesh.axis_names if a not in self.outside)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.compiler.hlo.bytes_moved import matmuls
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.hlo.shapes import ArrayShape, TupleShape, parse_shape
+from meshwise.compiler.hlo.traffic import unread
 from meshwise.core.errors import CompilerError
 
 DATA = Path(__file__).parents[2] / "data" / "compiled"
@@ -17,6 +19,40 @@ PROGRAMS = sorted(p.name.removesuffix(".hlo.gz") for p in DATA.glob("*.hlo.gz"))
 def program(name):
     with gzip.open(DATA / f"{name}.hlo.gz", "rt", encoding="utf-8") as file:
         return file.read()
+
+
+def test_attributes_may_hold_line_breaks_and_brackets_in_quotes():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %k = (f32[8]{0}, s32[]) custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512, \\"open\\": \\"}{{\\"}"
+}
+}, metadata={op_name="layer/attention/fused/kernel.flops.640/pallas_call"}
+  ROOT %y = f32[8]{0} get-tuple-element(%k), index=0
+}
+"""
+    module = read_module(text)
+    call = module.main.by_name["k"]
+    assert call.op_name.endswith("pallas_call")
+    assert [i.name for i in module.main.instructions] == ["x", "k", "y"]
+    ((flops, kernel),) = [(m.flops, m.kernel) for m in matmuls(module)]
+    assert (flops, kernel) == (640, True)
+    assert not unread(module)
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        ("={\n  ROOT %y = f32[8]{0} negate(%x)\n}\n", "a bracket is not closed"),
+        ("={", "ends within"),
+    ],
+)
+def test_attributes_that_do_not_end_are_refused(cut, words):
+    head = "HloModule m\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0), frontend_attributes"
+    with pytest.raises(CompilerError, match=words):
+        read_module(head + cut)
 
 
 def test_a_shape_has_layout_tiles_and_memory_space():

@@ -23,6 +23,8 @@ from meshwise.compiler.hlo.shapes import MEMORY_SPACES, ArrayShape
 GEMM = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _WINDOW = re.compile(r"(\w+)=([\w.\-]+)")
+#: What kernels of the runtime say of themselves, in the scopes that they stand in (`runtime.kernels.counted`).
+_SAID = re.compile(r"\bkernel\.flops\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,15 @@ class Matmul:
         flops: of one run.
         execution: how often it runs.
         scope: the path of named scopes that it comes from.
-        dtype: of its first operand.
+        dtype: of its first operand, or of a kernel's largest.
+        kernel: whether it is a kernel that says what it does.
     """
 
     flops: float
     execution: Execution
     scope: str
     dtype: str
+    kernel: bool = False
 
     @property
     def flops_per_step(self) -> float:
@@ -62,7 +66,19 @@ def _flops_of_computation(computation: Computation, execution: Execution) -> Ite
     for i in computation.instructions:
         flops = _flops(computation, i)
         if flops:
-            yield Matmul(flops, execution, i.op_name, _operand(computation, i, 0).dtype)
+            yield Matmul(flops, execution, i.op_name, _dtype(computation, i), kernel=bool(flops_said(i)))
+
+
+def _dtype(computation: Computation, i: Instruction) -> str:
+    """Format of the operands: of a kernel, which reads tables of integers too, that of the largest."""
+    operands = [_operand(computation, i, place) for place in range(len(i.operands))]
+    return max(operands, key=lambda a: a.num_bytes).dtype if flops_said(i) else operands[0].dtype
+
+
+def flops_said(i: Instruction) -> float:
+    """FLOPs that a kernel says it has; 0 where it says nothing."""
+    found = _SAID.search(i.op_name) if i.opcode == "custom-call" else None
+    return float(found[1]) if found else 0.0
 
 
 def _flops(computation: Computation, i: Instruction) -> float:
@@ -74,7 +90,7 @@ def _flops(computation: Computation, i: Instruction) -> float:
         contracted = _CONTRACTED.search(i.tail)
         found = _numbers(contracted[1].replace('"', "")) if contracted else ()
         return _dot(_operand(computation, i, 0), _result(i), found)
-    return 0.0
+    return flops_said(i)
 
 
 def _operand(computation: Computation, i: Instruction, place: int) -> ArrayShape:

@@ -161,6 +161,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 #: Tables of source lines, which stand between computations.
 _BETWEEN = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\b|\d+ ")
 _BRACKET = re.compile(r"[()]")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def read_module(text: str) -> Module:
@@ -184,7 +185,7 @@ def read_module(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     found: list[Instruction] = []
-    for line in text.split("\n")[1:]:
+    for line in _whole_lines(text):
         if line.startswith("}"):
             computations[name] = Computation(name, tuple(found))
             found = []
@@ -201,6 +202,32 @@ def read_module(text: str) -> Module:
     if not entry:
         raise CompilerError(f"HLO text: module {head['name']} has no ENTRY computation")
     return Module(head["name"], computations, entry, head["header"])
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """Lines after the first; an instruction whose attributes hold line breaks (those of kernels do) is one."""
+    waiting: list[str] = []
+    for line in text.split("\n")[1:]:
+        if waiting:
+            waiting.append(line)
+            if _INSTRUCTION.match(line):
+                shown = waiting[0].strip()[:80]
+                raise CompilerError(f"HLO text: a bracket is not closed in {shown!r}")
+            if _is_whole(waiting):
+                yield "\n".join(waiting)
+                waiting = []
+        elif line.endswith(("{", ",", "[")) and line.startswith(" "):
+            waiting.append(line)
+        else:
+            yield line
+    if waiting:
+        raise CompilerError(f"HLO text: it ends within {waiting[0].strip()[:80]!r}")
+
+
+def _is_whole(lines: list[str]) -> bool:
+    """Whether all brackets that are opened outside of quotes are closed."""
+    signs = _QUOTED.sub("", "\n".join(lines))
+    return all(signs.count(left) <= signs.count(right) for left, right in ("{}", "()", "[]"))
 
 
 def _instruction(line: str) -> Instruction:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshwise.compiler.hlo.bytes_moved import GEMM
+from meshwise.compiler.hlo.bytes_moved import GEMM, flops_said
 from meshwise.compiler.hlo.groups import DeviceMesh, axes_of_groups, axes_of_pairs, groups_of, pairs_of
 from meshwise.compiler.hlo.loops import Execution, executions, trip_count
 from meshwise.compiler.hlo.reader import Computation, Instruction, Module
@@ -248,6 +248,26 @@ def unread(module: Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+#: Where the runtime's attention says why it is not a fused kernel (`runtime.attention`).
+_BLOCKS = re.compile(r"\bblocks, since ([^/()]+)")
+
+
+def without_kernel(module: Module) -> tuple[str, ...]:
+    """List, in words, why attention is not a fused kernel.
+
+    >>> from meshwise.compiler.hlo.reader import read_module
+    >>> without_kernel(read_module('''HloModule m
+    ...
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %y = f32[8]{0} negate(%x), metadata={op_name="layer/attention/blocks, since it is short/neg"}
+    ... }'''))
+    ('it is short',)
+    """
+    scopes = (i.op_name for computation in module.computations.values() for i in computation.instructions)
+    return tuple(dict.fromkeys(reason.strip() for scope in scopes for reason in _BLOCKS.findall(scope)))
+
+
 def _of(module: Module, computation: Computation, i: Instruction, execution: Execution) -> Iterator[str]:
     opcode = i.opcode.removesuffix("-start")
     sends = opcode in OPCODES
@@ -255,7 +275,7 @@ def _of(module: Module, computation: Computation, i: Instruction, execution: Exe
         yield f"the loop {i.name} ({i.op_name}): its rounds depend on data, and one is counted"
     elif i.opcode == "custom-call":
         target = i.attributes.get("custom_call_target", "").strip('"')
-        if not (GEMM.search(target) or _HARMLESS.search(target)):
+        if not (GEMM.search(target) or _HARMLESS.search(target) or flops_said(i)):
             yield f"calls of {target}: neither products nor bytes of them are counted"
     elif _GROUPS.search(i.tail) and not sends and not i.opcode.endswith(_ENDS):
         yield f"{i.opcode}: devices take part in it together, and what it sends is not counted"

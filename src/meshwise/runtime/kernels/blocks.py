@@ -1,0 +1,187 @@
+"""Attention in blocks of queries and keys, in plain JAX: no matrix of scores is whole, masked blocks are skipped.
+
+Skipping makes loops whose rounds depend on positions; it may be left out, so that a reader can count the rounds of a
+compiled program. Not here: kernels for one kind of chip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwise.runtime.kernels.masks import Masks, Pairs
+
+#: Queries and keys of a block, where there are several: their fp32 scores stay small beside what a layer holds.
+_QUERIES, _KEYS = 128, 512
+
+Arrays = tuple[jax.Array, ...]
+
+
+def _size(length: int, most: int) -> int:
+    """Rows of a block: `most`, or less where that divides the length; all where nothing of use does."""
+    if length <= 2 * most:
+        return length
+    common = math.gcd(length, most)
+    return common if common >= min(most, 64) else length
+
+
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, skip: bool) -> tuple[jax.Array, jax.Array]:
+    """Attend.
+
+    Args:
+        q: [B, T, N, H]; N = K x G, heads of a group together.
+        k: [B, S, K, H].
+        v: [B, S, K, Hv].
+        pairs: what is seen.
+        skip: whether to skip blocks that hold no pair that is seen.
+
+    Returns: the output [B, T, N, Hv] in the format of v, and the logarithm of each softmax's denominator [B, T, N] in
+        fp32 (minus infinity where a query sees no key, and the output is zero).
+    """
+    rows, keys = _size(q.shape[1], _QUERIES), _size(k.shape[1], _KEYS)
+
+    def one(_: None, block: Arrays) -> tuple[None, Arrays]:
+        own, start = block
+        low, high = _bounds(pairs.masks.key_range(start, start + rows - 1, pairs.keys, k.shape[1]), keys, k, skip)
+        score = partial(_scores, own, masks=pairs.masks, start=start)
+
+        def more(number: Any, carry: Arrays) -> Arrays:
+            out, total, largest = carry
+            logits, seen, _ = score(_cut(k, number, keys), first=pairs.keys + number * keys)
+            logits = jnp.where(seen, logits, -jnp.inf)
+            top = jnp.maximum(largest, jnp.max(logits, axis=-1))
+            finite = jnp.where(jnp.isfinite(top), top, 0.0)  # a query may have seen nothing yet
+            weights = jnp.exp(logits - finite[..., None])
+            fade = jnp.exp(largest - finite)
+            made = jnp.einsum(
+                "bkgts,bskh->bkgth", weights.astype(v.dtype), _cut(v, number, keys), preferred_element_type=jnp.float32
+            )
+            return out * fade[..., None] + made, total * fade + jnp.sum(weights, axis=-1), top
+
+        shape = own.shape[0], own.shape[2], own.shape[3], rows  # [B, K, G, T]
+        empty = jnp.zeros((*shape, v.shape[-1]), jnp.float32), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
+        out, total, largest = _loop(low, high, more, empty)
+        some = total > 0
+        share = out / jnp.where(some, total, 1.0)[..., None]
+        denominator = jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + largest, -jnp.inf)
+        return None, (jnp.moveaxis(share, 3, 1).astype(v.dtype), jnp.moveaxis(denominator, 3, 1))
+
+    _, (out, total) = _each(one, None, (_queries(q, k, rows), _starts(q, rows, pairs)))
+    return _whole(out, q, v.shape[-1]), _whole(total, q)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kept: tuple[jax.Array, jax.Array, jax.Array],
+    pairs: Pairs,
+    *,
+    skip: bool,
+    dtype: Any = jnp.float32,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of queries, keys and values.
+
+    Args:
+        q, k, v, pairs, skip: as in `forward`.
+        kept: the logarithm of the denominator over all keys, of this device or not [B, T, N]; the gradient of the
+            output [B, T, N, Hv]; and what is added to it . v in the gradient of scores [B, T, N].
+        dtype: of the result; sums are in fp32.
+    """
+    rows, keys = _size(q.shape[1], _QUERIES), _size(k.shape[1], _KEYS)
+    total, d_out, shift = (_queries(x, k, rows) for x in kept)
+
+    def one(sums: Arrays, block: Arrays) -> tuple[Arrays, jax.Array]:
+        own, own_total, own_d, own_shift, start = block
+        low, high = _bounds(pairs.masks.key_range(start, start + rows - 1, pairs.keys, k.shape[1]), keys, k, skip)
+        finite = jnp.where(jnp.isfinite(own_total), own_total, 0.0)
+        finite, moved = (
+            jnp.moveaxis(x, 1, 3)[..., None] for x in (finite, own_shift)
+        )  # [B, T, K, G] -> [B, K, G, T, 1]
+
+        def more(number: Any, carry: Arrays) -> Arrays:
+            d_q, d_k, d_v = carry
+            some_k, some_v = _cut(k, number, keys), _cut(v, number, keys)
+            logits, seen, slope = _scores(own, some_k, masks=pairs.masks, start=start, first=pairs.keys + number * keys)
+            weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0) - finite), 0.0)
+            along = jnp.einsum("btkgh,bskh->bkgts", own_d, some_v, preferred_element_type=jnp.float32)
+            d_scores = weights * (along + moved) * pairs.masks.scale
+            d_scores = (d_scores if slope is None else d_scores * slope).astype(q.dtype)
+            product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+            d_q += product("bkgts,bskh->btkgh", d_scores, some_k)
+            d_k = _add(d_k, product("bkgts,btkgh->bskh", d_scores, own), number)
+            return d_q, d_k, _add(d_v, product("bkgts,btkgh->bskh", weights.astype(v.dtype), own_d), number)
+
+        d_q, *sums_after = _loop(low, high, more, (jnp.zeros(own.shape, jnp.float32), *sums))
+        return tuple(sums_after), d_q
+
+    start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    blocks = (_queries(q, k, rows), total, d_out, shift, _starts(q, rows, pairs))
+    (d_k, d_v), d_q = _each(one, start, blocks)
+    return _whole(d_q, q, q.shape[-1]).astype(dtype), d_k.astype(dtype), d_v.astype(dtype)
+
+
+def _queries(x: jax.Array, k: jax.Array, rows: int) -> jax.Array:
+    """In blocks, heads by group: [B, T, N, ...] -> [blocks, B, rows, K, G, ...]."""
+    grouped = x.reshape(x.shape[0], x.shape[1] // rows, rows, k.shape[2], x.shape[2] // k.shape[2], *x.shape[3:])
+    return jnp.moveaxis(grouped, 1, 0)
+
+
+def _starts(q: jax.Array, rows: int, pairs: Pairs) -> jax.Array:
+    """Position of the first query of each block."""
+    return pairs.queries + rows * jnp.arange(q.shape[1] // rows)
+
+
+def _whole(blocks: jax.Array, q: jax.Array, *width: int) -> jax.Array:
+    """[blocks, B, rows, K, G, ...] -> [B, T, N, ...]."""
+    return jnp.moveaxis(blocks, 0, 1).reshape(*q.shape[:3], *width)
+
+
+def _each(body: Callable[[Any, Arrays], tuple[Any, Any]], start: Any, blocks: Arrays) -> tuple[Any, Any]:
+    """Go over blocks; a loop that runs once is none."""
+    if blocks[0].shape[0] > 1:
+        return jax.lax.scan(body, start, blocks)
+    carry, made = body(start, tuple(x[0] for x in blocks))
+    return carry, jax.tree.map(lambda x: x[None], made)
+
+
+def _loop(low: Any, high: Any, body: Callable[[Any, Arrays], Arrays], start: Arrays) -> Arrays:
+    if isinstance(low, int) and isinstance(high, int) and high - low == 1:
+        return body(low, start)
+    return jax.lax.fori_loop(low, high, body, start)
+
+
+def _bounds(seen: tuple[Any, Any], size: int, k: jax.Array, skip: bool) -> tuple[Any, Any]:
+    """Numbers of the blocks of keys to go over."""
+    blocks = k.shape[1] // size
+    if not skip or blocks == 1:
+        return 0, blocks
+    low, high = seen
+    return low // size, (high + size - 1) // size
+
+
+def _cut(x: jax.Array, number: Any, size: int) -> jax.Array:
+    """One block of keys."""
+    return x if x.shape[1] == size else jax.lax.dynamic_slice_in_dim(x, number * size, size, axis=1)
+
+
+def _add(x: jax.Array, more: jax.Array, number: Any) -> jax.Array:
+    """Add to one block of keys."""
+    size = more.shape[1]
+    if x.shape[1] == size:
+        return x + more
+    return jax.lax.dynamic_update_slice_in_dim(x, _cut(x, number, size) + more, number * size, axis=1)
+
+
+def _scores(
+    q: jax.Array, k: jax.Array, *, masks: Masks, start: Any, first: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Logits [B, K, G, T, S] of a block, which of them are seen [T, S], and the slope of the cap."""
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    logits, slope = masks.logits(scores)
+    return logits, masks.seen(start + jnp.arange(q.shape[1]), first + jnp.arange(k.shape[1])), slope

@@ -1,0 +1,319 @@
+"""Fused attention for NVIDIA GPUs, in Pallas: one kernel forward, two backward, on blocks that hold pairs.
+
+Each program of a kernel holds one block of queries (or of keys) on the chip, and goes over the blocks of keys (or of
+queries) that any of its pairs is seen in; bounds are worked out as it runs, so that positions may be known only then.
+Source: Dao 2023, FlashAttention-2. Not here: masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as triton_module
+
+from meshwise.runtime.kernels.counted import counted
+from meshwise.runtime.kernels.masks import Masks, Pairs
+
+_triton: Any = triton_module
+
+#: Rows of a block that are tried, the largest first, and the least.
+_SIZES = (128, 64, 32)
+
+#: Logits that are not seen: the difference of two of them is finite.
+_UNSEEN = -1e30
+
+
+def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:  # noqa: ARG001  (as of other kernels)
+    """Say why the kernel cannot attend, "" where it can."""
+    if any(x.shape[1] % _SIZES[-1] for x in (q, k)):
+        return f"{q.shape[1]} queries and {k.shape[1]} keys are not multiples of {_SIZES[-1]}"
+    if q.shape[3] > 256:
+        return f"heads of {q.shape[3]} do not fit on the chip"
+    return ""
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Attend; arguments and result as of `blocks.forward`."""
+    wide = q.shape[3] > 128
+    rows, keys = _size(q, 128), _size(k, 32 if wide else 64)
+    kernel = partial(_forward, masks=pairs.masks, keys=keys, width=q.shape[3], value=v.shape[3])
+    shapes = (
+        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype),
+        jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+    )
+    group = q.shape[2] // k.shape[2]
+    specs = (_rows(q, rows), _all_of(k, group), _all_of(v, group))
+    outputs = (_rows(v, rows), _row_numbers(rows))
+    grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
+    with counted(q, k, v, pairs, products=2, size=(rows, keys)):
+        out, total = _call(kernel, grid, (specs, outputs), shapes, interpret=interpret)(_starts(pairs), q, k, v)
+    return out, jnp.swapaxes(total, 1, 2)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kept: tuple[jax.Array, jax.Array, jax.Array],
+    pairs: Pairs,
+    *,
+    dtype: Any = jnp.float32,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients; arguments and result as of `blocks.backward`."""
+    total, d_out, shift = jnp.swapaxes(kept[0], 1, 2), kept[1], jnp.swapaxes(kept[2], 1, 2)
+    total = jnp.where(jnp.isfinite(total), total, 0.0)
+    most = 32 if q.shape[3] > 128 else 64
+    rows, keys = _size(q, most), _size(k, most)
+    group = q.shape[2] // k.shape[2]
+    how: dict[str, Any] = {"masks": pairs.masks, "width": q.shape[3], "value": v.shape[3]}
+    arrays = (_starts(pairs), q, k, v, total, d_out, shift)
+
+    specs: tuple[Any, ...] = (_rows(q, rows), _all_of(k, group), _all_of(v, group))
+    specs += (_row_numbers(rows), _rows(v, rows), _row_numbers(rows))
+    grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
+    shape = (jax.ShapeDtypeStruct(q.shape, dtype),)
+    with counted(q, k, v, pairs, products=3, size=(rows, keys)):
+        (d_q,) = _call(
+            partial(_of_queries, keys=keys, **how), grid, (specs, (_rows(q, rows),)), shape, interpret=interpret
+        )(*arrays)
+
+    specs = (_group_of(q, group), _rows(k, keys), _rows(v, keys))
+    specs += (_group_numbers(q, group), _group_of(d_out, group), _group_numbers(q, group))
+    grid = (k.shape[1] // keys, k.shape[0], k.shape[2])
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k, v))
+    outputs = (_rows(k, keys), _rows(v, keys))
+    arrays = (arrays[0], _by_group(q, group), k, v, _by_group(total, group, 1), _by_group(d_out, group), *arrays[6:])
+    arrays = (*arrays[:6], _by_group(shift, group, 1))
+    with counted(q, k, v, pairs, products=4, size=(rows, keys)):
+        d_k, d_v = _call(partial(_of_keys, rows=rows, **how), grid, (specs, outputs), shapes, interpret=interpret)(
+            *arrays
+        )
+    return d_q, d_k, d_v
+
+
+def _call(
+    kernel: Callable[..., None], grid: tuple[int, ...], specs: tuple[Any, Any], shapes: Any, *, interpret: bool
+) -> Callable[..., Any]:
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=(pl.BlockSpec((2,), lambda *_: (0,)), *specs[0]),
+        out_specs=specs[1],
+        out_shape=shapes,
+        compiler_params=_triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name=kernel.func.__name__.strip("_"),  # type: ignore[attr-defined]  # (a partial)
+    )
+
+
+def _starts(pairs: Pairs) -> jax.Array:
+    return jnp.stack([jnp.asarray(pairs.queries, jnp.int32), jnp.asarray(pairs.keys, jnp.int32)])
+
+
+def _size(x: jax.Array, most: int) -> int:
+    return next(s for s in _SIZES if s <= most and x.shape[1] % s == 0)
+
+
+def _padded(width: int) -> int:
+    """Registers hold powers of two."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _by_group(x: jax.Array, group: int, heads: int = 2) -> jax.Array:
+    """Heads of a group apart: [B, T, N, ...] -> [B, T, K, G, ...]; `heads` is their dimension."""
+    return x.reshape(*x.shape[:heads], x.shape[heads] // group, group, *x.shape[heads + 1 :])
+
+
+def _rows(x: jax.Array, rows: int) -> Any:
+    """One block of rows of one head."""
+    return pl.BlockSpec((None, rows, None, _padded(x.shape[3])), lambda i, b, n: (b, i, n, 0))
+
+
+def _row_numbers(rows: int) -> Any:
+    """What one block of rows of one head has one number of: [B, N, T]."""
+    return pl.BlockSpec((None, None, rows), lambda i, b, n: (b, n, i))
+
+
+def _all_of(x: jax.Array, group: int) -> Any:
+    """All keys of the head that a query's head reads."""
+    return pl.BlockSpec((None, x.shape[1], None, _padded(x.shape[3])), lambda _, b, n: (b, 0, n // group, 0))
+
+
+def _group_of(x: jax.Array, group: int) -> Any:
+    """All queries of a group of heads."""
+    return pl.BlockSpec((None, x.shape[1], None, group, _padded(x.shape[3])), lambda _, b, n: (b, 0, n, 0, 0))
+
+
+def _group_numbers(x: jax.Array, group: int) -> Any:
+    return pl.BlockSpec((None, None, group, x.shape[1]), lambda _, b, n: (b, n, 0, 0))
+
+
+def _load(ref: Any, width: int) -> jax.Array:
+    """Rows of a head, zeros beyond its width."""
+    padded = ref.shape[-1]
+    if padded == width:
+        return ref[...]
+    return _triton.load(ref, mask=(jnp.arange(padded) < width)[None, :], other=0.0)
+
+
+def _store(ref: Any, x: jax.Array, width: int) -> None:
+    padded = ref.shape[-1]
+    mask = None if padded == width else (jnp.arange(padded) < width)[None, :]
+    _triton.store(ref, x.astype(ref.dtype), mask=mask)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _triton.dot(a, b)
+
+
+def _scores(
+    q: jax.Array, k: jax.Array, first_query: Any, first_key: Any, masks: Masks
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Logits of a block [rows, keys], which are seen (None: all are), and the slope of the cap."""
+    logits, slope = masks.logits(_dot(q, k.T))
+    if masks.everything:
+        return logits, None, slope
+    queries = first_query + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    keys = first_key + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return logits, masks.sees(queries, keys), slope
+
+
+def _blocks(bounds: tuple[Any, Any], size: int) -> tuple[Any, Any]:
+    low, high = bounds
+    if isinstance(low, int) and isinstance(high, int):
+        return low // size, -(-high // size)
+    return jax.lax.div(jnp.int32(low), jnp.int32(size)), jax.lax.div(jnp.int32(high) + (size - 1), jnp.int32(size))
+
+
+def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
+    starts: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out: Any,
+    total_ref: Any,
+    *,
+    masks: Masks,
+    keys: int,
+    width: int,
+    value: int,
+) -> None:
+    rows = q_ref.shape[0]
+    first, start = starts[0] + pl.program_id(0) * rows, starts[1]
+    q = _load(q_ref, width)
+    low, high = _blocks(masks.key_range(first, first + rows - 1, start, k_ref.shape[0]), keys)
+
+    def more(number: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        made, total, largest = carry
+        here = pl.ds(number * keys, keys)
+        logits, seen, _ = _scores(q, _load(k_ref.at[here], width), first, start + number * keys, masks)
+        if seen is not None:
+            logits = jnp.where(seen, logits, _UNSEEN)
+        top = jnp.maximum(largest, jnp.max(logits, axis=1))
+        weights = jnp.exp(logits - top[:, None])
+        if seen is not None:
+            weights = jnp.where(seen, weights, 0.0)
+        fade = jnp.exp(largest - top)
+        v = _load(v_ref.at[here], value)
+        return made * fade[:, None] + _dot(weights.astype(v.dtype), v), total * fade + jnp.sum(weights, axis=1), top
+
+    empty = jnp.zeros((rows, v_ref.shape[1]), jnp.float32), jnp.zeros(rows), jnp.full(rows, _UNSEEN, jnp.float32)
+    made, total, largest = jax.lax.fori_loop(low, high, more, empty)
+    some = total > 0
+    whole = jnp.where(some, total, 1.0)
+    _store(out, made / whole[:, None], value)
+    total_ref[...] = jnp.where(some, jnp.log(whole) + largest, -math.inf)
+
+
+def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kept: tuple[jax.Array, ...],
+    first_query: Any,
+    first_key: Any,
+    masks: Masks,
+) -> tuple[jax.Array, jax.Array]:
+    """Weights of a block of pairs, and gradients of its scores: [rows, keys]."""
+    total, d_out, shift = kept
+    logits, seen, slope = _scores(q, k, first_query, first_key, masks)
+    if seen is not None:
+        logits = jnp.where(seen, logits, _UNSEEN)
+    weights = jnp.exp(logits - total[:, None])
+    d_scores = weights * (_dot(d_out, v.T) + shift[:, None]) * masks.scale
+    return weights, d_scores if slope is None else d_scores * slope
+
+
+def _of_queries(  # noqa: PLR0917  (a kernel gets its arrays one by one)
+    starts: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    total_ref: Any,
+    d_out_ref: Any,
+    shift_ref: Any,
+    d_q: Any,
+    *,
+    masks: Masks,
+    keys: int,
+    width: int,
+    value: int,
+) -> None:
+    rows = q_ref.shape[0]
+    first, start = starts[0] + pl.program_id(0) * rows, starts[1]
+    q, kept = _load(q_ref, width), (total_ref[...], _load(d_out_ref, value), shift_ref[...])
+    low, high = _blocks(masks.key_range(first, first + rows - 1, start, k_ref.shape[0]), keys)
+
+    def more(number: Any, total: jax.Array) -> jax.Array:
+        here = pl.ds(number * keys, keys)
+        k, v = _load(k_ref.at[here], width), _load(v_ref.at[here], value)
+        _, d_scores = _gradients(q, k, v, kept, first, start + number * keys, masks)
+        return total + _dot(d_scores.astype(k.dtype), k)
+
+    _store(d_q, jax.lax.fori_loop(low, high, more, jnp.zeros(q.shape, jnp.float32)), width)
+
+
+def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
+    starts: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    total_ref: Any,
+    d_out_ref: Any,
+    shift_ref: Any,
+    d_k: Any,
+    d_v: Any,
+    *,
+    masks: Masks,
+    rows: int,
+    width: int,
+    value: int,
+) -> None:
+    keys = k_ref.shape[0]
+    first, start = starts[1] + pl.program_id(0) * keys, starts[0]
+    k, v = _load(k_ref, width), _load(v_ref, value)
+    low, high = _blocks(masks.query_range(first, first + keys - 1, start, q_ref.shape[0]), rows)
+
+    def of_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def more(number: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            here = pl.ds(number * rows, rows)
+            q, d_out = _load(q_ref.at[here, head], width), _load(d_out_ref.at[here, head], value)
+            kept = total_ref[head, here], d_out, shift_ref[head, here]
+            weights, d_scores = _gradients(q, k, v, kept, start + number * rows, first, masks)
+            return sums[0] + _dot(d_scores.astype(q.dtype).T, q), sums[1] + _dot(weights.astype(v.dtype).T, d_out)
+
+        return jax.lax.fori_loop(low, high, more, sums)
+
+    start_sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    made = jax.lax.fori_loop(0, q_ref.shape[1], of_head, start_sums)
+    _store(d_k, made[0], width)
+    _store(d_v, made[1], value)

@@ -1,0 +1,183 @@
+"""Splash attention, the fused kernel for TPUs that comes with JAX, on blocks that hold pairs.
+
+The kernel skips blocks by tables that say which blocks of keys each block of queries reads. They are made here, so that
+a device may choose its own as it runs: that of its part of the sequence, or of the keys that have come to it. Its parts
+are called one by one, for denominators that rings and sinks need; this is the only place that does. Not here: masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from numpy.typing import NDArray
+
+from meshwise.runtime.kernels.counted import counted
+from meshwise.runtime.kernels.masks import Masks, Pairs
+
+_kernel: Any = splash
+_MaskInfo: Any = mask_info.MaskInfo
+
+#: Rows of a block, the most that fits on the chip first; the kernel takes none below a tile's 128 lanes.
+_SIZES = (512, 256, 128)
+
+#: Below it a logarithm is that of no pair: the kernel's stand-in for minus infinity.
+_NOTHING = -1e30
+
+
+def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
+    """Say why the kernel cannot attend, "" where it can."""
+    if not pairs.offsets:
+        return "positions are known only as the program runs"
+    if pairs.masks.chunk is not None:
+        return "attention within chunks is not written for TPUs"
+    if any(x.shape[1] % _SIZES[-1] for x in (q, k)):
+        return f"{q.shape[1]} queries and {k.shape[1]} keys are not multiples of {_SIZES[-1]}"
+    return ""
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Attend; arguments and result as of `blocks.forward`."""
+    size = _sizes(q, k)
+    own = _tables(pairs, q, k, size, by_key=False)
+    attend = partial(
+        _kernel._splash_attention_forward,
+        own,
+        segment_ids=None,
+        sinks=None,
+        mask_value=_kernel.DEFAULT_MASK_VALUE,
+        is_mqa=False,
+        block_sizes=_kernel.BlockSizes(block_q=size[0], block_kv=size[1], block_kv_compute=size[1]),
+        residual_checkpoint_name=None,
+        save_residuals=True,
+        mask_function=_function(pairs.masks),
+        attn_logits_soft_cap=pairs.masks.cap,
+        interpret=interpret,
+    )
+    with counted(q, k, v, pairs, products=2, size=size):
+        out, (total,) = jax.vmap(attend)(_scaled(q, pairs), _by_head(k), _by_head(v))
+    out, total = jnp.swapaxes(out, 1, 2), jnp.swapaxes(total, 1, 2)
+    some = total > _NOTHING
+    return jnp.where(some[..., None], out, 0).astype(v.dtype), jnp.where(some, total, -jnp.inf)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kept: tuple[jax.Array, jax.Array, jax.Array],
+    pairs: Pairs,
+    *,
+    dtype: Any = jnp.float32,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients; arguments and result as of `blocks.backward`."""
+    size = _sizes(q, k)
+    total, d_out, shift = (jnp.swapaxes(x, 1, 2) for x in kept)
+    total = jnp.where(jnp.isfinite(total), total, 0.0)
+    common = {
+        "bq": size[0],
+        "bkv": size[1],
+        "is_mqa": False,
+        "mask_value": _kernel.DEFAULT_MASK_VALUE,
+        "attn_logits_soft_cap": pairs.masks.cap,
+        "q_layout": _kernel.QKVLayout.HEAD_DIM_MINOR,
+        "k_layout": _kernel.QKVLayout.HEAD_DIM_MINOR,
+        "v_layout": _kernel.QKVLayout.HEAD_DIM_MINOR,
+        "mask_function": _function(pairs.masks),
+        "interpret": interpret,
+    }
+    keys = _tables(pairs, q, k, size, by_key=True)
+    queries = _tables(pairs, q, k, size, by_key=False)
+
+    def of_keys(q: jax.Array, k: jax.Array, v: jax.Array, *kept: jax.Array) -> tuple[jax.Array, ...]:
+        made: tuple[jax.Array, ...] = _kernel._splash_attention_bwd_dkv(
+            q, k, v, None, None, *kept, mask_info=keys, bkv_compute=size[1], use_fused_bwd_kernel=False, **common
+        )
+        return made[1:]
+
+    def of_queries(q: jax.Array, k: jax.Array, v: jax.Array, *kept: jax.Array) -> jax.Array:
+        made: jax.Array = _kernel._splash_attention_bwd_dq(q, k, v, None, None, *kept, mask_info=queries, **common)
+        return made
+
+    arrays = (_scaled(q, pairs), _by_head(k), _by_head(v), total, d_out, -shift)
+    with counted(q, k, v, pairs, products=4, size=size):
+        d_k, d_v = jax.vmap(of_keys)(*arrays)
+    with counted(q, k, v, pairs, products=3, size=size):
+        d_q = jax.vmap(of_queries)(*arrays)
+    d_q, d_k, d_v = (jnp.swapaxes(x, 1, 2) for x in (d_q, d_k, d_v))
+    return (d_q * pairs.masks.scale).astype(dtype), d_k.astype(dtype), d_v.astype(dtype)
+
+
+def _by_head(x: jax.Array) -> jax.Array:
+    """[B, T, N, H] -> [B, N, T, H]."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _scaled(q: jax.Array, pairs: Pairs) -> jax.Array:
+    """The kernel scales nothing itself: queries come scaled, by head."""
+    return _by_head((q.astype(jnp.float32) * pairs.masks.scale).astype(q.dtype))
+
+
+def _sizes(q: jax.Array, k: jax.Array) -> tuple[int, int]:
+    return next(s for s in _SIZES if q.shape[1] % s == 0), next(s for s in _SIZES if k.shape[1] % s == 0)
+
+
+def _function(masks: Masks) -> Any:
+    return None if masks.everything else masks.sees
+
+
+def _tables(pairs: Pairs, q: jax.Array, k: jax.Array, size: tuple[int, int], *, by_key: bool) -> Any:
+    """Which blocks are read: for each block of queries those of keys, or the other way round."""
+    masks = pairs.masks
+    if masks.everything:
+        return _MaskInfo(None, None, None, None, None)
+    held = [_held(masks, offset, (q.shape[1], k.shape[1]), size) for offset in pairs.offsets]
+    packed = [_packed(h.T if by_key else h, max(_width(h, by_key) for h in held)) for h in held]
+    blocks, valid = (np.stack(x) for x in zip(*packed, strict=True))
+    if by_key:
+        blocks, valid = blocks.swapaxes(1, 2), valid.swapaxes(1, 2)
+    chosen = partial(jax.lax.dynamic_slice_in_dim, start_index=pairs.number, slice_size=1, axis=0)
+    first = jnp.asarray(pairs.offsets, jnp.int32)[pairs.number]
+    return _MaskInfo(
+        data_next=chosen(jnp.asarray(blocks)),
+        mask_next=None,
+        block_mask=chosen(jnp.asarray(valid)),
+        partial_mask_blocks=None,
+        q_sequence=first + jnp.arange(q.shape[1], dtype=jnp.int32),
+    )
+
+
+def _width(held: NDArray[np.bool_], by_key: bool) -> int:
+    return max(1, int(held.sum(axis=0 if by_key else 1).max()))
+
+
+def _held(masks: Masks, offset: int, lengths: Sequence[int], size: Sequence[int]) -> NDArray[np.bool_]:
+    """Which blocks hold a pair that is seen: [blocks of queries, blocks of keys]."""
+    rows, columns = (math.ceil(n / s) for n, s in zip(lengths, size, strict=True))
+    held = np.zeros((rows, columns), bool)
+    for row in range(rows):
+        first = offset + row * size[0]
+        low, high = masks.key_range(first, first + size[0] - 1, 0, lengths[1])
+        if high > low:
+            held[row, low // size[1] : math.ceil(high / size[1])] = True
+    return held
+
+
+def _packed(held: NDArray[np.bool_], width: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Numbers of the blocks that each row reads, and which of these count: what fills up a row is its last again."""
+    blocks, valid = np.zeros((held.shape[0], width), np.int32), np.zeros((held.shape[0], width), np.int32)
+    for row, marks in enumerate(held):
+        numbers = np.flatnonzero(marks)
+        blocks[row, : len(numbers)], valid[row, : len(numbers)] = numbers, 1
+        blocks[row, len(numbers) :] = numbers[-1] if len(numbers) else 0
+    return blocks, valid
