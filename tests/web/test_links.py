@@ -4,7 +4,7 @@ import shlex
 from urllib.parse import parse_qsl
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.cli.main import _VERBS
@@ -33,6 +33,7 @@ def test_a_command_becomes_a_link_and_the_same_command_again(text):
     assert sorted(shlex.split(command(verb, pairs))) == sorted(shlex.split(text))
 
 
+@settings(max_examples=40)
 @given(st.text(min_size=1).map(str.strip).filter(bool), st.text(min_size=1).map(str.strip).filter(bool))
 def test_any_text_goes_through_links_and_commands(model, layout):
     pairs = (("model", model), ("on", "h100:8"), ("layout", layout))

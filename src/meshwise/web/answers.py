@@ -21,6 +21,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.report import Report
 from meshwise.web.html import html_of
 from meshwise.web.links import Pairs, load, options, requests_of
+from meshwise.web.views import named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +87,15 @@ class _Screen:
     """Takes the report of a verb; a `Screen` of `commands`."""
 
     progress: Tell
+    waiting: bool
     as_json: bool = False
     explain: bool = False
     reports: list[Report] = field(default_factory=list)
 
     @property
-    def terminal_progress(self) -> Tell:
-        """Somebody waits."""
-        return self.progress
+    def terminal_progress(self) -> Tell | None:
+        """Progress where somebody waits, as at a terminal."""
+        return self.progress if self.waiting else None
 
     def say(self, line: str) -> None:
         """Tell something at once."""
@@ -108,16 +110,17 @@ class _Screen:
         self.reports.append(report)
 
 
-def answer(verb: str, pairs: Pairs, progress: Tell = silent) -> Answered:
+def answer(verb: str, pairs: Pairs, progress: Tell = silent, *, waiting: bool = True) -> Answered:
     """Answer a link; never raises but for Ctrl-C.
 
     Args:
         verb: of `links.VERBS`.
         pairs: its options, as `links.read_pairs` gives them.
         progress: told a line now and then.
+        waiting: whether somebody waits, so that a search ends after a minute, as it does at a terminal.
     """
     try:
-        return _answered(verb, pairs, progress)
+        return _answered(verb, pairs, _Screen(progress, waiting))
     except MeshwiseError as error:
         return failed(verb, pairs, error)
     except Exception as error:  # noqa: BLE001  (the boundary: what no error of ours explains is a bug)
@@ -132,15 +135,14 @@ def failed(verb: str, pairs: Pairs, error: MeshwiseError) -> Answered:
     return Answered(verb=verb, pairs=pairs, kind=type(error).__name__, message=str(error), exit_code=error.exit_code)
 
 
-def _answered(verb: str, pairs: Pairs, progress: Tell) -> Answered:
+def _answered(verb: str, pairs: Pairs, screen: _Screen) -> Answered:
     asked = requests_of(verb, pairs)
-    screen = _Screen(progress)
     with tempfile.TemporaryDirectory(prefix="meshwise-") as folder:
         places = {option: Path(folder) / name for option, name in _FILES.items()}
         code = load(verb).function(screen, *_writing(asked, places)) or 0
         files = {path.name: path.read_text(encoding="utf-8") for path in places.values() if path.exists()}
     (report,) = screen.reports
-    plain, whole = report.envelope(), html_of(report.body)
+    plain, whole = report.envelope(), html_of(report.body, named(verb))
     for option in _FILES:  # where it was written is the page's own affair
         plain["inputs"] |= {option: None} if option in plain["inputs"] else {}
     return Answered(
@@ -148,7 +150,7 @@ def _answered(verb: str, pairs: Pairs, progress: Tell) -> Answered:
         pairs=pairs,
         envelope=plain | {k: v for k, v in report.envelope(explain=True).items() if k not in plain},
         keys=tuple(plain),
-        short=html_of(report.brief) if report.brief else whole,
+        short=html_of(report.brief, named(verb)) if report.brief else whole,
         whole=whole,
         reasons=report.reasons,
         next_steps=report.next_steps,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwise.commands.requests import Flag, marker, notes
+from meshwise.commands.requests import marker, notes
 from meshwise.commands.typed import SUGGESTED, suggestions
 from meshwise.core.units import Quantity
 from meshwise.web.links import Option, Pairs, options
@@ -56,8 +56,9 @@ class Form:
         return any(f.value or f.wrong for fields in self.more.values() for f in fields)
 
 
-#: What stands for a value whose form a label alone does not tell.
-_RARE, _OUTPUT = "Less common", "Output"
+#: Headings of what is folded away; and how many fields besides those given by position are not.
+_MORE, _RARE, _OUTPUT = "More", "Less common", "Output"
+_FIRST = 4
 
 
 def form_of(verb: str, pairs: Pairs, wrong: tuple[str, ...] = ()) -> Form:
@@ -73,16 +74,18 @@ def form_of(verb: str, pairs: Pairs, wrong: tuple[str, ...] = ()) -> Form:
         typed[key] = f"{typed[key]},{text}" if key in typed else text
     sections: dict[str, list[Field]] = {}
     first: list[Field] = []
+    room = _FIRST
     for option in options(verb).values():
         named = {name: title for title, names in option.request.sections.items() for name in names}
         title = named.get(option.name, _RARE if option.request.sections else "")
         field = _field(option, typed.get(option.key, ""), option.key in wrong)
-        main = option.positional or option.info.is_required() or title in ("", *list(option.request.sections)[:1])
-        if main and option.number == 0:
+        main = title in ("", *list(option.request.sections)[:1]) and option.metavar != "FILE"
+        if option.number == 0 and (option.positional or option.info.is_required() or (main and (room or field.value))):
             first.append(field)
+            room -= 0 if option.positional or not room else 1
         else:
-            sections.setdefault(_RARE if title in ("", _OUTPUT) else title, []).append(field)
-    ordered = sorted(sections, key=lambda title: title == _RARE)
+            sections.setdefault(_MORE if main else _RARE if title in ("", _OUTPUT) else title, []).append(field)
+    ordered = sorted(sections, key=lambda title: {_MORE: -1, _RARE: 1}.get(title, 0))
     return Form(tuple(first), {title: tuple(sections[title]) for title in ordered})
 
 
@@ -93,7 +96,7 @@ def _field(option: Option, value: str, wrong: bool) -> Field:
     elif words and not option.info.is_required():
         words = ("", *words)
     quantity = marker(option.info, Quantity)
-    metavar = (marker(option.info, Flag) or Flag()).metavar or (quantity.example if quantity else "")
+    metavar = option.metavar or (quantity.example if quantity else "")
     default = option.info.default
     if isinstance(default, str | int | float) and default != "":
         metavar = quantity.show(default) if quantity and not isinstance(default, str) else str(default)

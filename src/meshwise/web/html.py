@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from markupsafe import Markup, escape
@@ -16,13 +16,23 @@ from meshwise.report.chart import Bars, Beside, Drawing
 from meshwise.report.report import Hanging
 from meshwise.report.table import Noted
 
+#: Text of a table's first column -> where it leads.
+Named = Mapping[str, str]
 
-def html_of(items: Iterable[RenderableType]) -> str:
-    """Write blocks of a report as HTML; bullets below each other become one list."""
-    return str(_joined(items))
+_NOWHERE: Named = {}
 
 
-def _joined(items: Iterable[RenderableType]) -> Markup:
+def html_of(items: Iterable[RenderableType], named: Named = _NOWHERE) -> str:
+    """Write blocks of a report as HTML; bullets below each other become one list.
+
+    Args:
+        items: the blocks.
+        named: what becomes a link in the first column of tables.
+    """
+    return str(_joined(items, named))
+
+
+def _joined(items: Iterable[RenderableType], named: Named) -> Markup:
     out, bullets = Markup(), Markup()
     for item in items:
         if isinstance(item, Hanging):
@@ -30,11 +40,11 @@ def _joined(items: Iterable[RenderableType]) -> Markup:
             continue
         if bullets:
             out, bullets = out + Markup("<ul>{}</ul>").format(bullets), Markup()
-        out += _block(item)
+        out += _block(item, named)
     return out + Markup("<ul>{}</ul>").format(bullets) if bullets else out
 
 
-def _block(item: RenderableType) -> Markup:  # noqa: PLR0911  (one for each kind of block)
+def _block(item: RenderableType, named: Named) -> Markup:  # noqa: PLR0911  (one for each kind of block)
     """One block as HTML."""
     match item:
         case Drawing():
@@ -42,19 +52,19 @@ def _block(item: RenderableType) -> Markup:  # noqa: PLR0911  (one for each kind
         case Text():
             return _paragraph(item)
         case Table():
-            return _table(item)
+            return _table(item, named)
         case Noted():
-            return _noted(item)
+            return _noted(item, named)
         case Bars():
             return bars(item)
         case Beside():
             return Markup('<div class="beside"><div>{}</div><div>{}</div></div>').format(
-                _block(item.left), _block(item.right)
+                _block(item.left, named), _block(item.right, named)
             )
         case Group():
-            return _joined(item.renderables)
+            return _joined(item.renderables, named)
         case Padding():
-            return _block(item.renderable)
+            return _block(item.renderable, named)
         case _:
             return _preformatted(item)
 
@@ -75,21 +85,23 @@ def _preformatted(item: RenderableType) -> Markup:
     return Markup('<pre tabindex="0">{}</pre>').format(target.getvalue().rstrip())
 
 
-def _table(grid: Table) -> Markup:
+def _table(grid: Table, named: Named) -> Markup:
     columns = [[_plain(cell) for cell in column.cells] for column in grid.columns]
     right = [column.justify == "right" for column in grid.columns]
     head = [_plain(column.header) for column in grid.columns] if grid.show_header else []
-    return table(head, list(zip_longest(*columns, fillvalue="")), right, title=_plain(grid.title or ""))
+    return table(head, list(zip_longest(*columns, fillvalue="")), right, title=_plain(grid.title or ""), named=named)
 
 
 def _plain(cell: object) -> str:
     return cell.plain if isinstance(cell, Text) else str(cell)
 
 
-def _noted(grid: Noted) -> Markup:
+def _noted(grid: Noted, named: Named) -> Markup:
     right = [name.startswith(">") for name in grid.columns]
     notes = [note for _, note in grid.rows]
-    return table([name.lstrip(">!") for name in grid.columns], [row for row, _ in grid.rows], right, notes=notes)
+    return table(
+        [name.lstrip(">!") for name in grid.columns], [row for row, _ in grid.rows], right, notes=notes, named=named
+    )
 
 
 def table(
@@ -99,6 +111,7 @@ def table(
     *,
     title: str = "",
     notes: Sequence[str] = (),
+    named: Named = _NOWHERE,
 ) -> Markup:
     """A table that scrolls inside itself.
 
@@ -108,11 +121,12 @@ def table(
         right: of each column, whether it holds numbers.
         title: above it.
         notes: of each row, below it.
+        named: what becomes a link in the first column.
     """
     right = right or [False] * max((len(row) for row in rows), default=0)
     lines = Markup()
     for row, note in zip_longest(rows, notes, fillvalue=""):
-        lines += Markup("<tr>{}</tr>").format(_cells(row, right, facts=not head))
+        lines += Markup("<tr>{}</tr>").format(_cells(row, right, named, facts=not head))
         if note:
             lines += Markup('<tr class="note"><td colspan="{}">{}</td></tr>').format(len(row), note)
     caption = Markup("<caption>{}</caption>").format(title) if title else ""
@@ -130,10 +144,12 @@ def _head(head: Sequence[str], right: Sequence[bool]) -> Markup:
     return Markup("<thead><tr>{}</tr></thead>").format(Markup().join(names))
 
 
-def _cells(row: Sequence[str | Markup], right: Sequence[bool], *, facts: bool) -> Markup:
+def _cells(row: Sequence[str | Markup], right: Sequence[bool], named: Named, *, facts: bool) -> Markup:
     out = Markup()
     for number, (cell, flush) in enumerate(zip(row, right, strict=True)):
         text = cell if isinstance(cell, Markup) else Markup("<br>").join(escape(s) for s in cell.strip().split("\n"))
+        if number == 0 and cell in named:
+            text = Markup('<a href="{}">{}</a>').format(named[cell], text)
         mark = Markup('<th scope="row"{}>{}</th>') if facts and number == 0 else Markup("<td{}>{}</td>")
         out += mark.format(_class(flush), text)
     return out

@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 from pydantic.fields import FieldInfo
 
 from meshwise.commands.command import Verb, in_order
-from meshwise.commands.requests import Request, bare_type, choices
+from meshwise.commands.requests import Flag, Request, bare_type, choices, marker
 from meshwise.commands.typed import build, typed_name
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 
@@ -84,6 +84,11 @@ class Option:
     def many(self) -> bool:
         """Whether it may be repeated."""
         return typing.get_origin(bare_type(self.info.annotation)) in (tuple, list, dict)
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in the help, where its type does not say it."""
+        return (marker(self.info, Flag) or Flag()).metavar
 
     @property
     def words(self) -> list[str]:

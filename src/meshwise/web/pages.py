@@ -29,13 +29,24 @@ from meshwise.web.views import CARDS, VIEWS, View, changed, link
 @cache
 def _templates() -> Environment:
     """The templates; what is missing is an error, not a gap."""
-    return Environment(
+    found = Environment(
         loader=PackageLoader("meshwise.web"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    found.filters["urls"] = _urls
+    return found
+
+
+def _urls(text: str) -> Markup:
+    """A sentence whose addresses are links; nothing is loaded before they are followed."""
+    parts = re.split(r"(https://[^\s,;]+[^\s,;.])", text)
+    linked = (
+        Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(p) if i % 2 else escape(p) for i, p in enumerate(parts)
+    )
+    return Markup().join(linked)
 
 
 #: Tools that a plan is written for.
@@ -73,6 +84,16 @@ def view_top(asked: Asked, job: str = "") -> str:
     return _render("top.html", **_frame(asked.view.title, asked.view.name)) + _render(
         "question.html", view=asked.view, job=job, here=link(asked.verb, asked.pairs)
     )
+
+
+def progress(line: str) -> str:
+    """A line of a search, which the next one replaces."""
+    return str(Markup("<p>{}</p>\n").format(line))
+
+
+def progress_end() -> str:
+    """What closes the progress of a search."""
+    return "</div></section>\n"
 
 
 def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) -> str:
@@ -163,7 +184,12 @@ def linked(text: str, answered: Answered) -> Markup:
                 target = link(answered.verb, changed(answered.verb, answered.pairs, **dict(new)))
         except MeshwiseError:
             continue
-        if not target or match.start() == 0 or target == link(answered.verb, answered.pairs):
+        if (
+            not target
+            or text[match.end() :].startswith("...")
+            or (match[2] and match.start() == 0)
+            or target == link(answered.verb, answered.pairs)
+        ):
             continue
         out += escape(text[at : match.start()]) + Markup('<a href="{}">{}</a>').format(target, match[0])
         at = match.end()

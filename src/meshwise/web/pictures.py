@@ -53,7 +53,7 @@ def _roofline(_answered: Answered, data: _Json) -> Markup:
     rows = [("the ridge", f"{ridge:,.1f}", format_flops_per_s(peak))]
     if here is not None and reached is not None:
         plot.point(here, reached, "you", f"{here:,.4g} FLOPs/byte, {format_flops_per_s(reached)}", 7)
-        plot.label(here, reached, f"{here:,.4g} FLOPs/byte: {format_flops_per_s(reached)}", up=-24)
+        plot.label(here, reached, format_flops_per_s(reached), up=-20)
         rows.append(
             ("this operation", f"{here:,.4g}", f"{format_flops_per_s(reached)} ({format_percent(reached / peak)})")
         )
@@ -87,12 +87,7 @@ def _front(_answered: Answered, data: _Json) -> Markup:
     if data["inputs"]["max_tpot_s"]:
         plot.upright(data["inputs"]["max_tpot_s"], f"target {format_time(data['inputs']['max_tpot_s'])}")
     plot.point(best["tpot_s"], best["output_tokens_per_s"], "you", "the plan", 7)
-    plot.label(
-        best["tpot_s"],
-        best["output_tokens_per_s"],
-        f"the plan: {best['decode']['layout']}, batch {best['batch']:,}",
-        up=14,
-    )
+    plot.label(best["tpot_s"], best["output_tokens_per_s"], "the plan", up=14)
     rows = [
         (
             format_time(p["tpot_s"]),
@@ -104,7 +99,8 @@ def _front(_answered: Answered, data: _Json) -> Markup:
         for p in points[:: max(1, len(points) // 24)]
     ]
     head = (">a token", ">tokens/s", ">first token", ">batch", "layout")
-    return figure("How much throughput does low latency cost?", plot.svg(), head, rows)
+    words = "Filled: engines prefill and decode in turn; hollow: in engines apart."
+    return figure("How much throughput does low latency cost?", plot.svg(), head, rows, words)
 
 
 #: Kind of compute or wait -> its class.

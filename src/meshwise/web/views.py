@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
+from meshwise.book import CHAPTERS, problems
+from meshwise.hardware import chips
+from meshwise.models import model_names
 from meshwise.web.links import Pairs, options, parse_command, query
 
 
@@ -23,6 +27,7 @@ class View:
         layout_verb: that it shows where a layout is given; "" for the same.
         example: a command, answered where nothing is asked.
         card: one line for the start page, with the question's subject.
+        listed: whether it stands in the navigation.
     """
 
     name: str
@@ -32,6 +37,7 @@ class View:
     layout_verb: str = ""
     example: str
     card: str = ""
+    listed: bool = True
 
     def verb_of(self, keys: Iterable[str]) -> str:
         """The verb that a link with these options asks."""
@@ -110,6 +116,7 @@ VIEWS: Mapping[str, View] = {
         ),
         View(
             name="collective",
+            listed=False,
             title="Collective",
             question="How long does this collective take?",
             verb="collective",
@@ -123,11 +130,24 @@ VIEWS: Mapping[str, View] = {
             example="meshwise book",
         ),
         View(
-            name="models", title="Models", question="Which models are known?", verb="models", example="meshwise models"
+            name="models",
+            listed=False,
+            title="Models",
+            question="Which models are known?",
+            verb="models",
+            example="meshwise models",
         ),
-        View(name="chips", title="Chips", question="Which chips are known?", verb="chips", example="meshwise chips"),
+        View(
+            name="chips",
+            listed=False,
+            title="Chips",
+            question="Which chips are known?",
+            verb="chips",
+            example="meshwise chips",
+        ),
         View(
             name="clusters",
+            listed=False,
             title="Clusters",
             question="How are clusters named, and what does a name stand for?",
             verb="clusters",
@@ -169,6 +189,21 @@ def link(verb: str, pairs: Pairs) -> str:
     '/train?model=llama-3-8b&on=v5e:4x8&layout=fsdp=32'
     """
     return f"/{VIEW_OF[verb].name}" + (f"?{query(pairs)}" if pairs else "")
+
+
+@cache
+def named(verb: str) -> Mapping[str, str]:
+    """What a verb's tables name in their first column -> the link that shows it."""
+    match verb:
+        case "book":
+            known = (*CHAPTERS, *(p.id.rsplit(".", 1)[0] for p in problems().values()), *problems())
+            return {name: link(verb, (("problem", name),)) for name in known}
+        case "models":
+            return {name: link("model", (("model", name),)) for name in model_names()}
+        case "chips":
+            return {name: link(verb, (("chip", name),)) for name in chips()}
+        case _:
+            return {}
 
 
 def changed(verb: str, pairs: Pairs, **changes: str | None) -> Pairs:
