@@ -17,7 +17,7 @@ from meshwise.web.app import make_app
 
 @pytest.fixture(scope="session")
 def page() -> Iterator[TestClient]:
-    with TestClient(make_app(), base_url="http://127.0.0.1:8765", follow_redirects=False) as client:
+    with TestClient(make_app(processes=False), base_url="http://127.0.0.1:8765", follow_redirects=False) as client:
         yield client
 
 

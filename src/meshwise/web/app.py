@@ -5,21 +5,31 @@ Not here: the answers (`answers`), pages (`pages`), starting it (`serve`).
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +43,7 @@ from meshwise.web.answers import Answered, answer, failed
 from meshwise.web.compare import other
 from meshwise.web.links import VERBS, Pairs, parse_command, query, read_pairs
 from meshwise.web.openapi import description
+from meshwise.web.searches import Job, Searches
 from meshwise.web.views import CARDS, COMPARED, VIEWS, View, link
 
 #: Host names that the server answers to; another name is a page elsewhere that points here.
@@ -42,13 +53,13 @@ _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
 
 #: Exit code of a command -> HTTP status of its failure.
-_STATUS = {1: 500, 2: 400, 3: 422, 4: 501}
+_STATUS = {1: 500, 2: 400, 3: 422, 4: 501, 130: 503}
 
 
 class Guard:
@@ -63,7 +74,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        foreign = headers.get("sec-fetch-site") == "cross-site"
+        origin, host = headers.get("origin"), headers.get("host", "")
+        foreign = headers.get("sec-fetch-site") == "cross-site" or (origin is not None and origin != f"http://{host}")
         if foreign and (headers.get("sec-fetch-mode") != "navigate" or scope["method"] != "GET"):
             refused = PlainTextResponse("another site may link to this page, not read it or post to it\n", 403)
             await refused(scope, receive, send)
@@ -78,15 +90,45 @@ class Guard:
         await self.app(scope, receive, guarded)
 
 
-async def find(verb: str, pairs: Pairs) -> Answered:
-    """Answer a question without blocking other requests."""
+#: Verbs that answer at once, in this process.
+_QUICK = frozenset({"roofline", "shard", "collective", "model", "models", "chips", "clusters", "book"})
+
+#: Seconds that a page waits for a search before it shows progress, and between looks whether its reader has gone.
+_PATIENCE, _LOOK = 0.4, 0.5
+
+_LONGEST_PATH = 255
+_remembered = lru_cache(maxsize=64)(answer)
+
+
+def _is_quick(verb: str, pairs: Pairs) -> bool:
+    return verb in _QUICK or (verb.startswith("estimate") and ("changes", "no") in pairs)
+
+
+async def find_here(verb: str, pairs: Pairs) -> Answered:
+    """Answer a question in a thread of this process."""
     if any(Path(text).exists() for _, text in pairs if len(text) < _LONGEST_PATH and "\0" not in text):
         return await run_in_threadpool(answer, verb, pairs)  # a file may change
     return await run_in_threadpool(_remembered, verb, pairs)
 
 
-_LONGEST_PATH = 255
-_remembered = lru_cache(maxsize=64)(answer)
+async def find(request: Request, verb: str, pairs: Pairs, *, waiting: bool = True) -> Answered:
+    """Answer a question: at once, or by a search, which is cancelled when its reader goes.
+
+    Args:
+        request: whose reader waits.
+        verb, pairs: the question.
+        waiting: whether a search ends after a minute.
+    """
+    searches: Searches | None = request.app.state.searches
+    if searches is None or _is_quick(verb, pairs):
+        return await find_here(verb, pairs)
+    key = (verb, pairs, waiting)
+    if (known := searches.known(key)) is not None:
+        return known
+    with searches.job(key).listened() as job:
+        while not await job.within(_LOOK) and not await request.is_disconnected():
+            pass
+        return job.answered or failed(verb, pairs, MeshwiseError("the reader has gone"))
 
 
 def asked_of(view: View, given: Iterable[tuple[str, str]]) -> pages.Asked:
@@ -119,11 +161,30 @@ async def show_view(request: Request) -> Response:
     if not asked.example and any(not text.strip() for _, text in given):  # a form sends empty fields, too
         own = [*asked.pairs, *asked.page.items()]
         return RedirectResponse(f"/{view.name}?{query(own)}" if own else f"/{view.name}", 303)
-    answered = await find(asked.verb, asked.pairs)
-    return _page(asked, answered, await _second(asked))
+    searches: Searches | None = request.app.state.searches
+    key = (asked.verb, asked.pairs, True)
+    if searches is not None and not _is_quick(asked.verb, asked.pairs) and searches.known(key) is None:
+        job = searches.job(key)
+        stack = ExitStack()
+        stack.enter_context(job.listened())
+        if not await job.within(_PATIENCE):
+            return StreamingResponse(_searching(request, asked, job, stack), media_type="text/html")
+        stack.close()
+    answered = await find(request, asked.verb, asked.pairs)
+    return _page(asked, answered, await _second(request, asked))
 
 
-async def _second(asked: pages.Asked) -> Answered | None:
+async def _searching(request: Request, asked: pages.Asked, job: Job, stack: ExitStack) -> AsyncIterator[str]:
+    """A page that grows: the question, progress, then the answer."""
+    with stack:
+        yield pages.view_top(asked, job.id)
+        async for line in job.lines():
+            yield pages.progress(line)
+        assert job.answered is not None, "it has ended"
+        yield pages.progress_end() + pages.view_rest(asked, job.answered, await _second(request, asked))
+
+
+async def _second(request: Request, asked: pages.Asked) -> Answered | None:
     """The answer of B, if the link has one."""
     text = asked.page.get("b")
     if text is None:
@@ -132,7 +193,7 @@ async def _second(asked: pages.Asked) -> Answered | None:
         verb, pairs = other(asked.view.verb, asked.view.layout_verb, asked.pairs, text)
     except MeshwiseError as error:
         return failed(asked.verb, (), error)
-    return await find(verb, pairs)
+    return await find(request, verb, pairs)
 
 
 def _page(asked: pages.Asked, answered: Answered, second: Answered | None = None) -> HTMLResponse:
@@ -140,9 +201,9 @@ def _page(asked: pages.Asked, answered: Answered, second: Answered | None = None
     return HTMLResponse(pages.view_top(asked) + pages.view_rest(asked, answered, second), status)
 
 
-async def show_start(_request: Request) -> Response:
+async def show_start(request: Request) -> Response:
     """The start page."""
-    cards = {name: await find(VIEWS[name].verb, VIEWS[name].preset()) for name in CARDS}
+    cards = {name: await find(request, VIEWS[name].verb, VIEWS[name].preset()) for name in CARDS}
     return HTMLResponse(pages.start_page(cards))
 
 
@@ -185,11 +246,38 @@ async def show_json(request: Request) -> Response:
     except MeshwiseError as error:
         answered = failed(verb, (), error)
     else:
-        answered = await find(verb, pairs)
+        answered = await find(request, verb, pairs, waiting=False)
     status = _STATUS[answered.exit_code] if answered.message else 200
     headers = {"x-exit-code": str(answered.exit_code)}
     text = json.dumps(answered.json_of(explain=explain), indent=2, allow_nan=False) + "\n"
     return Response(text, status, headers, "application/json")
+
+
+async def cancel(request: Request) -> Response:
+    """End a search; its page then shows the best so far."""
+    form = dict(parse_qsl((await request.body()).decode("utf-8", "replace")))
+    searches: Searches | None = request.app.state.searches
+    if searches is not None:
+        await searches.cancel(form.get("job", ""))
+    return RedirectResponse(_local(form.get("back", "/")), 303)
+
+
+async def again(request: Request) -> Response:
+    """Search anew where a search was cancelled, or ended with its time."""
+    form = dict(parse_qsl((await request.body()).decode("utf-8", "replace")))
+    searches: Searches | None = request.app.state.searches
+    try:
+        verb, pairs = parse_command(form.get("command", ""))
+    except MeshwiseError as error:
+        return _message("No such page", str(error), 400)
+    if searches is not None:
+        searches.forget((verb, pairs, True))
+    return RedirectResponse(link(verb, pairs), 303)
+
+
+def _local(path: str) -> str:
+    """A path on this server, not elsewhere."""
+    return path if path.startswith("/") and not path.startswith(("//", "/\\")) else "/"
 
 
 async def show_openapi(_request: Request) -> Response:
@@ -203,7 +291,7 @@ async def show_file(request: Request) -> Response:
     verb = request.query_params.get("verb", "")
     try:
         refuse((verb not in VERBS, f"verb: expected one of {', '.join(VERBS)}, found {verb[:80]!r}"))
-        answered = await find(verb, read_pairs(verb, [pair for pair in given if pair[0] != "verb"]))
+        answered = await find(request, verb, read_pairs(verb, [pair for pair in given if pair[0] != "verb"]))
         refuse((answered.message, answered.message))
         if name in answered.files:
             return _download(name, answered.files[name])
@@ -245,17 +333,19 @@ async def wrong_method(request: Request, _error: Exception) -> Response:
     return _message("Not so", f"{request.method} is not answered here; open the link instead", 405)
 
 
-def make_app(**options: Any) -> Starlette:
+def make_app(*, processes: bool = True) -> Starlette:
     """The application.
 
     Args:
-        options: of Starlette, further ones.
+        processes: whether searches run in processes of their own.
     """
     routes = [
         Route("/", show_start),
         Route("/about", show_about),
         Route("/compare", show_compare),
         Route("/go", go),
+        Route("/cancel", cancel, methods=["POST"]),
+        Route("/again", again, methods=["POST"]),
         *(Route(f"/{name}", show_view) for name in VIEWS),
         Route("/api/openapi.json", show_openapi),
         *(Route(f"/api/{verb.replace(' ', '/')}", show_json) for verb in VERBS),
@@ -264,4 +354,30 @@ def make_app(**options: Any) -> Starlette:
     ]
     handlers: Any = {404: not_found, 405: wrong_method}
     guards = [Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS)), Middleware(Guard)]
-    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers, **options)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.state.searches = searches = Searches() if processes else None
+        if searches is not None:
+            searches.warm()
+            app.state.warming = asyncio.get_running_loop().create_task(_warm())
+        yield
+        if searches is not None:
+            await searches.close()
+
+    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
+
+
+#: What a slider may ask first.
+_FIRST = (
+    "meshwise roofline 'fp32[N] + fp32[N] -> fp32[N]' --on h100",
+    "meshwise estimate train llama-3-8b --on h100:8 --batch-tokens 1Mi --seq-len 4096 --layout fsdp=8 --no-changes",
+    "meshwise estimate serve llama-3-8b --on h100:8 --batch 8 --layout tensor=8 --prompt 64 --output 64 --no-changes",
+    "meshwise book roofline.q2.Bcrit",
+)
+
+
+async def _warm() -> None:
+    """Load what answers in this process, before a slider asks for it."""
+    for command in _FIRST:
+        await find_here(*parse_command(command))

@@ -87,6 +87,7 @@ def _listen(port: int | None) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((HOST, number))
+            found.listen()  # who comes before all is loaded waits, and is not turned away
         except OSError as refused:
             found.close()
             error = refused
@@ -115,7 +116,9 @@ def _serve(listening: socket.socket) -> None:
     except ModuleNotFoundError as error:
         listening.close()
         raise MissingDependencyError(f"the page needs {error.name}: pip install 'meshwise[web]'") from None
-    config = uvicorn.Config(make_app(), log_level="warning", access_log=False, lifespan="on")
+    config = uvicorn.Config(
+        make_app(), log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1
+    )
     try:
         uvicorn.Server(config).run(sockets=[listening])
     except KeyboardInterrupt:
