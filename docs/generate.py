@@ -40,6 +40,7 @@ PAGES = (
     DOCS / "precision.md",
     DOCS / "worked-plans.md",
     DOCS / "export.md",
+    DOCS / "profile.md",
     *sorted((DOCS / "strategies").glob("*.md")),
     DOCS / "reference.md",
     ROOT / "src" / "meshwise" / "__init__.pyi",
@@ -51,7 +52,7 @@ _TABLE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->\n", re.D
 
 @functools.cache
 def output_of(command: str, before: tuple[str, ...] = ()) -> str:
-    """Run `meshwise ...` in this process and an empty folder; give what it prints, or else its error.
+    """Run `meshwise ...` in this process, in a folder with nothing but `traces`; give what it prints, or its error.
 
     Args:
         command: as typed.
@@ -60,6 +61,7 @@ def output_of(command: str, before: tuple[str, ...] = ()) -> str:
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
+        Path("traces").symlink_to(ROOT / "tests" / "data" / "traces")
         try:
             for one in (*before, command):
                 said = _said(one)

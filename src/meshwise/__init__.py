@@ -24,6 +24,7 @@ _NAMES = {
     "meshwise.commands.fit": ("fit",),
     "meshwise.commands.plan_serve": ("compare_serve", "plan_serve"),
     "meshwise.commands.plan_train": ("compare_train", "plan_train", "scale_train"),
+    "meshwise.commands.profile": ("profile",),
     "meshwise.commands.roofline": ("roofline",),
     "meshwise.commands.run": ("generate", "run_plan"),
     "meshwise.commands.score": ("score",),

@@ -14,6 +14,7 @@ from meshwise.commands.catalogs import model as model
 from meshwise.commands.export import export as export
 from meshwise.commands.plan_serve import compare_serve as compare_serve
 from meshwise.commands.plan_train import compare_train as compare_train
+from meshwise.commands.profile import profile as profile
 from meshwise.commands.simulate_serve import ServedLoad
 from meshwise.commands.simulate_train import simulate_step as simulate_step
 from meshwise.commands.verify import verify as verify

@@ -72,6 +72,7 @@ WORKING = {
         "--layout",
         "fsdp=2,remat=full",
     ],
+    "profile": [str(Path(__file__).parents[1] / "data" / "traces" / "sglang_decode.json.gz")],
     "score": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
     "calibrate": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
     "book": ["roofline.q2", "--set", "W_hbm=1.6e12"],
@@ -172,7 +173,7 @@ def test_no_command_says_so_and_shows_the_help(run):
 def test_unknown_command_suggests_the_nearest(run):
     done = run("rofline")
     assert (done.code, done.out) == (2, "")
-    assert done.err == "error: unknown command 'rofline'. Nearest: roofline. See 'meshwise --help'.\n"
+    assert done.err == "error: unknown command 'rofline'. Nearest: roofline, profile. See 'meshwise --help'.\n"
 
 
 def test_unknown_option_names_the_help(run):

@@ -135,6 +135,7 @@ _VERBS = {
     "simulate serve": ("simulate_serve:show_simulation", "Serve requests over time by replicas of an engine."),
     "verify": ("verify:show_verification", "Compile a step for its target, and compare with the plan."),
     "run": ("run:show_run", "Train, or generate, as a plan says on the devices that are there."),
+    "profile": ("profile:show_profile", "Say where the time of a real run went, and why."),
     "score": ("score:show_score", "Compare predictions with measured training runs, or with measured serving."),
     "calibrate": ("calibrate:show_calibration", "Refine a chip's calibration by your own measured steps."),
     "model": ("catalogs:show_model", "Count a model: parameters, FLOPs and KV cache, part by part."),

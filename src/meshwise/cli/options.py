@@ -86,7 +86,8 @@ def _parameters(verb: Verb, number: int, request: type[Request]) -> list[click.P
         shown, key = typed_name(verb, request, name), f"{name}_{number}"
         if name in request.positional:
             done = _completed(request, name)
-            out.append(click.Argument([key], required=info.is_required(), metavar=shown, **done))
+            nargs = -1 if typing.get_origin(bare_type(info.annotation)) is tuple else 1
+            out.append(click.Argument([key], required=info.is_required(), metavar=shown, nargs=nargs, **done))
         else:
             former = [flag(old) for old in former_names(name, info)]
             option = _option(info, shown, key, former, **_completed(request, name))

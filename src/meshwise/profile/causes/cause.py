@@ -1,0 +1,52 @@
+"""One cause of a slow step: a name, what it costs, the evidence, and what to change.
+
+Not here: the rules (`compute`, `network`, `host`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Name of a cause -> what it means.
+NAMES = {
+    "attention-not-fused": "the score arrays of attention are written to memory and read again",
+    "elementwise-not-fused": "elementwise operations follow one another, each reading and writing memory",
+    "slow-matmul": "products run far below the roofline: small, badly shaped, or in a slow number format",
+    "layout-change": "copies, transposes and concatenations on the device",
+    "unplanned-recompute": "the forward pass is computed again, and the plan does not ask for it",
+    "recompute": "the forward pass is computed again in the backward pass",
+    "exposed-collective": "communication that no computation hides",
+    "strided-group": "a group of a collective does not lie on neighbouring links, or reaches over the slower network",
+    "straggler": "one device is slower than the others, which wait for it",
+    "waiting": "devices wait for each other in collectives, no one of them for the same one",
+    "exposed-copy": "copies between host and device, or on the device, that no computation hides",
+    "offload-bound": "the step waits for what is moved to the host's memory and back",
+    "host-gap": "the device is idle because the host launches nothing",
+    "launch-bound": "many short gaps: the host launches operations more slowly than the device runs them",
+    "data-loading": "the device is idle while the host waits for data",
+    "recompile": "programs are compiled within the step",
+    "slow-chip": "all operations of one device are slower than those of the others",
+    "slower-than-planned": "a term of the plan takes longer, and none of the other causes explains it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a step is slow.
+
+    Args:
+        name: a key of `NAMES`.
+        seconds: what it costs in an average step on an average device.
+        evidence: what the trace shows, with numbers.
+        change: what to do about it.
+        what: the cause in a few words, for the first line.
+    """
+
+    name: str
+    seconds: float
+    evidence: str
+    change: str
+    what: str
+
+    def __post_init__(self) -> None:
+        assert self.name in NAMES, self.name

@@ -1,0 +1,193 @@
+"""Causes in what a device computes: attention, chains of elementwise operations, products, layouts, recomputation.
+
+Not here: communication (`network`), gaps (`host`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwise.core.units import format_time
+from meshwise.profile.causes.cause import Cause
+from meshwise.profile.optimes import OpTime, Roofline, roofline_of
+from meshwise.profile.profile import Profile
+from meshwise.profile.trace import SECOND, Activity
+
+#: Rows and columns of scores from which an array of them is worth fusing; heads are no wider than this.
+_FEWEST_SCORES, _WIDEST_HEAD = 128, 576
+#: Share of the roofline that large products reach; what is below it is a loss.
+_GOOD_MATMUL = 0.7
+_ATTENTION = re.compile(r"softmax|attention|attn", re.IGNORECASE)
+_CHAINED = ("elementwise", "normalization", "softmax")
+
+
+def compute_causes(profile: Profile) -> Iterator[Cause]:
+    """All of them."""
+    yield from _attention(profile)
+    yield from _recompute(profile)
+    yield from _matmuls(profile)
+    yield from _chains(profile)
+    yield from _layouts(profile)
+
+
+def score_sizes(ops: tuple[OpTime, ...]) -> dict[int, tuple[int, int]]:
+    """Elements of score arrays -> (rows, columns): results of batched products over a head's width."""
+    found = {}
+    for time in ops:
+        if time.kind.matmul is not None and time.kind.category == "matmul":
+            batch, m, k, n = time.kind.matmul
+            if batch > 1 and k <= _WIDEST_HEAD and min(m, n) >= max(_FEWEST_SCORES, k):
+                found[batch * m * n] = m, n
+    return found
+
+
+def _writes_scores(time: OpTime, sizes: dict[int, tuple[int, int]]) -> bool:
+    """Whether an operation's result is an array of scores; of operations without results, by product or inputs."""
+    op = time.kind
+    if op.results:
+        return any(math.prod(a.dims) in sizes for a in op.results)
+    if op.matmul is not None:
+        batch, m, _, n = op.matmul
+        return batch * m * n in sizes
+    return op.category in (*_CHAINED, "layout") and any(math.prod(a.dims) in sizes for a in op.operands if a.dims)
+
+
+def _attention(profile: Profile) -> Iterator[Cause]:
+    ops = tuple(t for t in profile.ops if t.kind.activity == Activity.COMPUTE)
+    sizes = score_sizes(ops)
+    written = [t for t in ops if _writes_scores(t, sizes)] if sizes else []
+    if not any(_ATTENTION.search(f"{t.kind.category} {t.kind.scope} {t.kind.parent} {t.kind.name}") for t in written):
+        written = []  # products alone: of features with each other, say
+    seconds = sum(t.seconds for t in written)
+    if seconds:
+        read = sum(
+            t.seconds for t in ops
+            if t not in written and any(math.prod(a.dims) in sizes for a in t.kind.operands if a.dims)
+        )  # fmt: skip
+        rows, columns = max(sizes.values())
+        evidence = (
+            f"{sum(t.runs for t in written):,.0f} operations a step write score arrays of {rows:,} x {columns:,}: "
+            f"{format_time(seconds)}; others read them for {format_time(read)}"
+        )
+        yield Cause("attention-not-fused", seconds, evidence, _FUSE, "attention is not fused")
+        return
+    softmax = [t for t in ops if t.kind.category == "softmax" and not _is_loss(t)]
+    batched = [t for t in ops if t.kind.parent in ("aten::bmm", "aten::baddbmm")]
+    first, second = (sum(t.seconds for t in found) for found in (softmax, batched))
+    if first > 0.1 * second and not any(t.kind.category == "attention" for t in ops):
+        seconds = first + second
+        names = f"softmax takes {format_time(first)} and batched products {format_time(second)}"
+        evidence = f"no operation is a fused attention; {names}"
+        yield Cause("attention-not-fused", seconds, evidence, _FUSE, "attention is not fused")
+
+
+_FUSE = (
+    "use a fused attention: jax.nn.dot_product_attention(implementation='cudnn') or splash attention in JAX, "
+    "scaled_dot_product_attention or flash-attn in PyTorch"
+)
+
+
+def _is_loss(time: OpTime) -> bool:
+    """Whether a softmax is that of the loss, or of sampling."""
+    words = f"{time.kind.name} {time.kind.parent} {time.kind.scope}".lower()
+    return any(word in words for word in ("log", "cross_entropy", "crossentropy", "nll", "loss", "sampl"))
+
+
+def _recompute(profile: Profile) -> Iterator[Cause]:
+    found = [t for t in profile.ops if t.kind.phase == "recompute" and t.kind.activity == Activity.COMPUTE]
+    seconds = sum(t.seconds for t in found)
+    forward = sum(t.seconds for t in profile.ops if t.kind.phase == "forward" or _first_pass(t))
+    if seconds:
+        share = f", {seconds / forward:.0%} of the forward pass" if forward else ""
+        evidence = f"operations of the forward pass run again in the backward pass: {format_time(seconds)}{share}"
+        yield Cause("recompute", seconds, evidence, "if memory allows, keep more activations: a lighter remat policy",
+                    "the forward pass is computed again")  # fmt: skip
+
+
+def _first_pass(time: OpTime) -> bool:
+    return not time.kind.phase and time.kind.activity == Activity.COMPUTE and bool(time.kind.parent)
+
+
+def _matmuls(profile: Profile) -> Iterator[Cause]:
+    """Products below what large ones reach, in one cause: its evidence names the worst."""
+    slow: list[tuple[float, OpTime, Roofline]] = []
+    total = 0.0
+    for time in profile.ops:
+        if time.kind.category == "matmul" and time.kind.matmul is not None:
+            near = roofline_of(time, profile.chip)
+            total += time.seconds
+            if near is not None and near.share < 0.5:
+                slow.append((time.seconds - near.floor / _GOOD_MATMUL, time, near))
+    seconds = sum(loss for loss, _, _ in slow)
+    if not slow or seconds <= 0:
+        return
+    _, time, near = max(slow, key=lambda item: (item[0], item[1].kind.key))
+    assert time.kind.matmul is not None
+    batch, m, k, n = time.kind.matmul
+    size = f"{f'{batch:,} x ' if batch > 1 else ''}{m:,} x {k:,} x {n:,}"
+    dtype = next((a.dtype for a in time.kind.operands if a.dims), "")
+    evidence = (
+        f"{len(slow)} products reach less than half of their roofline; the worst, {size} in "
+        f"{dtype or 'an unknown format'}, {near.share:.0%} of the bound by {near.bound}"
+    )
+    yield Cause("slow-matmul", seconds, evidence, _mend(m, k, n, dtype, near), "slow products")
+
+
+def _mend(m: int, k: int, n: int, dtype: str, near: Roofline) -> str:
+    """What to change of a product."""
+    if dtype == "fp32":
+        return "multiply in bf16, or allow tf32: fp32 has no fast path"
+    if any(size % 64 for size in (m, k, n)):
+        return "pad its sizes to multiples of 64 or 128, the matrix unit's tiles"
+    if near.bound == "memory" or min(m, n) < 256:
+        return "more tokens at once: a larger batch a device, or fewer ways of tensor parallelism"
+    return "try other kernels: autotuning, another layout of its operands, a newer library"
+
+
+def _chains(profile: Profile) -> Iterator[Cause]:
+    """Elementwise operations one after another: fused, a chain takes about as long as its longest."""
+    total = longest = 0
+    weight = 0
+    number = 0
+    for device in profile.devices:
+        lane = device.lane
+        elementwise = np.array([op.category in _CHAINED and not op.program for op in lane.ops], dtype=bool)
+        weight += len(lane.steps)
+        for stream in lane.device.streams:
+            inside = (stream.start >= lane.steps.start[0]) & (stream.start < lane.steps.end[-1])
+            own, length = elementwise[stream.op][inside], stream.duration[inside]
+            if not own.any():
+                continue
+            edges = np.flatnonzero(np.diff(np.concatenate(([0], own.astype(np.int8), [0]))))
+            for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+                if end - begin > 1:
+                    number += 1
+                    total += int(length[begin:end].sum())
+                    longest += int(length[begin:end].max())
+    seconds = (total - longest) / SECOND / max(weight, 1)
+    if seconds > 0:
+        evidence = (
+            f"{number / weight:,.0f} chains of elementwise operations a step take "
+            f"{format_time(total / SECOND / weight)}; "
+            f"the longest of each chain alone {format_time(longest / SECOND / weight)}"
+        )
+        change = "compile the model: torch.compile, or jax.jit around all of it"
+        yield Cause("elementwise-not-fused", seconds, evidence, change, "elementwise operations are not fused")
+
+
+def _layouts(profile: Profile) -> Iterator[Cause]:
+    found = [t for t in profile.ops if t.kind.category == "layout" and t.kind.activity == Activity.COMPUTE]
+    seconds = sum(t.seconds for t in found)
+    if seconds:
+        first = found[0].kind
+        name = first.parent or first.scope.rpartition("/")[2] or first.name
+        evidence = (
+            f"{sum(t.runs for t in found):,.0f} copies, transposes and concatenations a step take "
+            f"{format_time(seconds)}, most in {name[:60]} ({format_time(found[0].seconds)})"
+        )
+        change = "keep one layout through the block; fuse the copies with their neighbours"
+        yield Cause("layout-change", seconds, evidence, change, "copies and layout changes")

@@ -1,0 +1,36 @@
+"""What `meshwise profile` answers: a profile and the causes of its slowness. Not here: words (`report.profile`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.core.explanation import Answer
+from meshwise.profile.causes import Cause
+from meshwise.profile.profile import Profile
+
+#: Causes that the first line names cost at least this share of the step; no more than so many are named.
+_NAMED_SHARE, _MOST_NAMED = 0.02, 3
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Answer):
+    """Where the time of a step went, and why.
+
+    Args:
+        profile: the measured side.
+        causes: the costliest first.
+    """
+
+    profile: Profile
+    causes: tuple[Cause, ...]
+
+    @property
+    def named(self) -> tuple[Cause, ...]:
+        """The causes that the first line names."""
+        large = [c for c in self.causes if c.seconds >= _NAMED_SHARE * self.profile.step_s]
+        return tuple((large or list(self.causes[:1]))[:_MOST_NAMED])
+
+    @property
+    def reachable_s(self) -> float:
+        """Seconds of a step without the named causes, which are taken not to overlap."""
+        return max(self.profile.step_s - sum(c.seconds for c in self.named), 0.0)

@@ -1,0 +1,358 @@
+"""Operations of a compiled program, read from its HLO protocol buffer: what each does, FLOPs, bytes, scope, groups.
+
+What a fusion does is what is fused in it. Counting follows XLA's own cost analysis where it is simple: a product counts
+2 m k n, arithmetic on an element 1, data movement and transcendentals 0; bytes are those of operands and results.
+Not here: when the operations ran (`xplane`, `nsys_jax`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from meshwise.profile.kinds import collective_kind, short_dtype
+from meshwise.profile.reading.protos import Message, parse
+from meshwise.profile.trace import Activity, Array, Collective, OpKind
+from meshwise.profile.work import array_bytes
+
+#: Number of an element type -> its name: openxla/xla, xla_data.proto.
+_TYPES = {
+    1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "f16", 11: "f32",
+    12: "f64", 15: "c64", 16: "bf16", 18: "c128", 19: "f8e5m2", 20: "f8e4m3fn", 21: "s4", 22: "u4", 23: "f8e4m3b11fnuz",
+    24: "f8e5m2", 25: "f8e4m3fnuz", 26: "s2", 27: "u2", 28: "f8e4m3fn", 29: "f8e4m3fn", 32: "f4e2m1fn", 33: "f8e4m3fn",
+}  # fmt: skip
+
+_COLLECTIVES = frozenset({
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+})  # fmt: skip
+_HOLDERS = frozenset({"while", "conditional", "call"})
+_MOVES = frozenset({
+    "copy", "transpose", "reshape", "bitcast", "broadcast", "concatenate", "slice", "dynamic-slice", "pad", "reverse",
+    "dynamic-update-slice", "bitcast-convert",
+})  # fmt: skip
+_NO_FLOPS = _MOVES | {
+    "parameter", "constant", "get-tuple-element", "tuple", "iota", "gather", "scatter", "convert", "rng-bit-generator",
+    "custom-call", "fusion", "sort", "infeed", "outfeed", "after-all", "partition-id", "replica-id", "copy-start",
+    "copy-done", "exponential", "log", "tanh", "logistic", "rsqrt", "sqrt", "power", "sine", "cosine", "erf", "cbrt",
+    "exponential-minus-one", "log-plus-one", "atan2", "tan", "rng", "map", "opt-barrier", "domain",
+}  # fmt: skip
+#: What a fusion is called after, the weightiest first.
+_WEIGHT = (
+    "dot",
+    "convolution",
+    "custom-call",
+    "scatter",
+    "reduce",
+    "reduce-window",
+    "sort",
+    "gather",
+    "rng-bit-generator",
+)
+_ATTENTION = re.compile(r"attention|attn|fmha|flash|splash|mha_|dot_product", re.IGNORECASE)
+
+
+class HloProgram:
+    """One compiled program; its operations are made when first asked for."""
+
+    def __init__(self, data: bytes, *, wrapped: bool = True) -> None:
+        module = parse("HloProto", data).hlo_module if wrapped else parse("HloModule", data)
+        self.name: str = module.name
+        self._computations = {c.id: c for c in module.computations}
+        self._by_id: dict[int, Message] = {i.id: i for c in module.computations for i in c.instructions}
+        self._by_name: dict[str, Message] = {i.name: i for c in module.computations for i in c.instructions}
+        self._made: dict[str, OpKind] = {}
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Names of all instructions."""
+        return iter(self._by_name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def op(self, name: str) -> OpKind | None:
+        """The operation of an instruction, None if the program has none of this name."""
+        if name not in self._made and name in self._by_name:
+            self._made[name] = self._kind(self._by_name[name])
+        return self._made.get(name)
+
+    def _inside(self, instruction: Message) -> list[Message]:
+        """Instructions of what it calls, through nested fusions."""
+        found: list[Message] = []
+        for number in instruction.called_computation_ids:
+            called = self._computations.get(number)
+            for inner in called.instructions if called else ():
+                found.append(inner)
+                if inner.opcode in ("fusion", "call", "async-start"):
+                    found += self._inside(inner)
+        return found
+
+    def _kind(self, instruction: Message) -> OpKind:
+        opcode: str = instruction.opcode
+        inside = self._inside(instruction) if opcode in ("fusion", "async-start", "async-done", "custom-call") else []
+        if opcode.endswith("-done") or opcode == "async-update":  # what it waits for says what it is
+            inside = inside or self._started(instruction)
+        heavy = self._heaviest(instruction, inside)
+        activity, category = self._activity(instruction, inside, heavy)
+        scope = self._scope(instruction, inside, heavy)
+        operands = tuple(self._arrays(self._by_id.get(i)) for i in instruction.operand_ids)
+        read = tuple(a for arrays in operands for a in arrays)
+        written = _arrays_of(instruction.shape)
+        matmul = self._matmul(heavy) if heavy is not None else None
+        flops = sum(self._flops(i) for i in ([instruction] if opcode != "fusion" else inside))
+        waits = opcode.endswith("-done")
+        return OpKind(
+            name=instruction.name,
+            activity=activity,
+            category=category,
+            scope=scope,
+            phase=phase_of(scope),
+            operands=read,
+            results=written,
+            matmul=matmul if category == "matmul" else None,
+            flops=None if activity != Activity.COMPUTE or waits else flops,
+            num_bytes=None if waits or activity == Activity.CONTROL else sum(map(array_bytes, (*read, *written))),
+            collective=self._collective(instruction, inside) if activity == Activity.COLLECTIVE else None,
+            program=self.name,
+            label=_label(instruction, heavy),
+            source="HLO",
+        )
+
+    def _started(self, instruction: Message) -> list[Message]:
+        """What a `-done` waits for: its `-start`, and what that holds."""
+        for number in instruction.operand_ids:
+            start = self._by_id.get(number)
+            if start is not None and (start.opcode.endswith("-start") or start.opcode == "async-update"):
+                further = self._started(start) if start.opcode == "async-update" else []
+                return [start, *self._inside(start), *further]
+        return []
+
+    def _heaviest(self, instruction: Message, inside: list[Message]) -> Message | None:
+        """The instruction that says what a fusion is; itself where nothing is fused."""
+        if not inside:
+            return instruction
+        ranked = [i for i in inside if i.opcode in _WEIGHT]
+        if ranked:
+            return min(ranked, key=lambda i: (_WEIGHT.index(i.opcode), -_elements(i.shape)))
+        root = self._root(instruction)
+        return root if root is not None else inside[-1]
+
+    def _root(self, instruction: Message) -> Message | None:
+        for number in instruction.called_computation_ids:
+            called = self._computations.get(number)
+            if called is not None:
+                return self._by_id.get(called.root_id)
+        return None
+
+    def _activity(self, own: Message, inside: list[Message], heavy: Message | None) -> tuple[Activity, str]:
+        """What it keeps busy, and its category."""
+        opcodes = {_plain(own.opcode), *(_plain(i.opcode) for i in inside)}
+        product = heavy is not None and heavy.opcode in ("dot", "convolution")
+        if opcodes & _COLLECTIVES and not (product and own.opcode == "fusion"):
+            return Activity.COLLECTIVE, "collective"
+        if own.opcode in ("send", "recv", "send-done", "recv-done"):
+            return Activity.COLLECTIVE, "collective"
+        if own.opcode in ("copy-start", "copy-done", "infeed", "outfeed"):
+            return Activity.COPY, "copy"
+        if own.opcode in _HOLDERS:
+            return Activity.CONTROL, "control"
+        return Activity.COMPUTE, self._category(own, heavy if heavy is not None else own, inside)
+
+    def _category(self, own: Message, heavy: Message, inside: list[Message]) -> str:  # noqa: PLR0911  (one a category)
+        scope = self._scope(own, inside, heavy).lower()
+        if heavy.opcode == "custom-call":
+            return _custom(heavy.custom_call_target, scope)
+        if heavy.opcode in ("dot", "convolution"):
+            return "matmul" if heavy.opcode == "dot" else "convolution"
+        if heavy.opcode in ("gather", "scatter"):
+            return "embedding"
+        if heavy.opcode in ("sort", "rng-bit-generator", "rng"):
+            return "sampling"
+        if "softmax" in scope:
+            return "softmax"
+        if re.search(r"norm\b|norm[/_\d]", scope):
+            return "normalization"
+        if heavy.opcode in ("reduce", "reduce-window"):
+            return "reduction"
+        if all(i.opcode in _MOVES or i.opcode in ("parameter", "constant", "convert") for i in (inside or [heavy])):
+            return "layout"
+        return "elementwise"
+
+    def _scope(self, own: Message, inside: list[Message], heavy: Message | None) -> str:
+        """The op_name of the instruction, else of what is weightiest in it, else of anything in it that has one."""
+        if heavy is not None and heavy is not own and heavy.metadata.op_name and heavy.opcode in _WEIGHT[:2]:
+            return str(heavy.metadata.op_name)
+        if own.metadata.op_name:
+            return str(own.metadata.op_name)
+        if heavy is not None and heavy.metadata.op_name:
+            return str(heavy.metadata.op_name)
+        root = self._root(own)
+        if root is not None and root.metadata.op_name:
+            return str(root.metadata.op_name)
+        return next((str(i.metadata.op_name) for i in reversed(inside) if i.metadata.op_name), "")
+
+    def _arrays(self, instruction: Message | None) -> tuple[Array, ...]:
+        return _arrays_of(instruction.shape) if instruction is not None else ()
+
+    def _operand(self, instruction: Message, place: int) -> tuple[int, ...]:
+        """Sizes of an operand."""
+        ids = instruction.operand_ids
+        operand = self._by_id.get(ids[place]) if place < len(ids) else None
+        return tuple(operand.shape.dimensions) if operand is not None else ()
+
+    def _matmul(self, heavy: Message) -> tuple[int, int, int, int] | None:
+        """(batch, m, k, n) of a product, also of one that a library does."""
+        if heavy.opcode == "dot":
+            numbers = heavy.dot_dimension_numbers
+            batches, left = list(numbers.lhs_batch_dimensions), list(numbers.lhs_contracting_dimensions)
+            right = list(numbers.rhs_contracting_dimensions)
+        elif heavy.opcode == "custom-call" and "gemm" in heavy.custom_call_target.lower().replace("matmul", "gemm"):
+            batches, left, right = _gemm_dimensions(bytes(heavy.backend_config))
+        else:
+            return None
+        one, other = self._operand(heavy, 0), self._operand(heavy, 1)
+        if (
+            not one
+            or not other
+            or max([*left, *batches], default=-1) >= len(one)
+            or max(right, default=-1) >= len(other)
+        ):
+            return None
+        batch, k = math.prod(one[d] for d in batches), math.prod(one[d] for d in left)
+        m = math.prod(one) // max(batch * k, 1)
+        return batch, m, k, math.prod(other) // max(batch * k, 1)
+
+    def _flops(self, instruction: Message) -> float:
+        """FLOPs of one instruction."""
+        opcode = instruction.opcode
+        if opcode == "dot" or (opcode == "custom-call" and "$" in instruction.custom_call_target):
+            product = self._matmul(instruction)
+            return 2.0 * math.prod(product) if product else 0.0
+        if opcode == "convolution":
+            return self._convolution(instruction)
+        if opcode in ("reduce", "reduce-window"):
+            return float(
+                sum(math.prod(self._operand(instruction, n)) for n in range(len(instruction.operand_ids) // 2))
+            )
+        if opcode in _NO_FLOPS or opcode in _HOLDERS or _plain(opcode) in _COLLECTIVES:
+            return 0.0
+        return float(_elements(instruction.shape))
+
+    def _convolution(self, instruction: Message) -> float:
+        """2 x results x what each sums: the kernel's window and its input features."""
+        numbers, kernel = instruction.convolution_dimension_numbers, self._operand(instruction, 1)
+        if not kernel:
+            return 0.0
+        window = math.prod(kernel[d] for d in numbers.kernel_spatial_dimensions)
+        return 2.0 * _elements(instruction.shape) * float(window * kernel[numbers.kernel_input_feature_dimension])
+
+    def _collective(self, own: Message, inside: list[Message]) -> Collective:
+        """What it sends, to whom."""
+        every = [own, *inside]
+        sender = next((i for i in every if _plain(i.opcode) in _COLLECTIVES), own)
+        arrays = (*_arrays_of(sender.shape), *(a for n in sender.operand_ids for a in self._arrays(self._by_id.get(n))))
+        if sender.opcode.endswith("-start"):  # its result holds the operand, too
+            arrays = arrays[: max(len(_arrays_of(sender.shape)), 1)]
+        largest = max(map(array_bytes, arrays), default=0.0)
+        groups = _groups(sender)
+        kind = _plain(sender.opcode) if _plain(sender.opcode) in _COLLECTIVES else collective_kind(own.opcode)
+        size = len(groups[0]) if groups else None
+        return Collective(kind, largest or None, size, groups)
+
+
+def _plain(opcode: str) -> str:
+    """An opcode without the half that it is of an asynchronous pair."""
+    return opcode.removesuffix("-start").removesuffix("-done")
+
+
+def _custom(target: str, scope: str) -> str:
+    """The category of a call of a library."""
+    name = target.lower()
+    if _ATTENTION.search(name) or (name in ("tpu_custom_call", "mosaic_gpu") and _ATTENTION.search(scope)):
+        return "attention"
+    if "conv" in name and "convert" not in name:
+        return "convolution"
+    if "gemm" in name or "matmul" in name or name.startswith(("__onednn$matmul", "__ynn")):
+        return "matmul"
+    if "topk" in name or "sort" in name:
+        return "sampling"
+    return "normalization" if "norm" in name else "custom"
+
+
+def _label(own: Message, heavy: Message | None) -> str:
+    """The category as XLA's own profiler calls it: the opcode; of a fusion its kind."""
+    if own.opcode != "fusion":
+        return str(own.opcode)
+    if heavy is not None and heavy.opcode == "convolution":
+        return "convolution fusion"
+    return f"{own.fusion_kind.removeprefix('k').lower() or 'loop'} fusion"
+
+
+def _arrays_of(shape: Message) -> tuple[Array, ...]:
+    if shape.tuple_shapes:
+        return tuple(a for part in shape.tuple_shapes for a in _arrays_of(part))
+    if shape.element_type not in _TYPES:
+        return ()
+    return (Array(tuple(shape.dimensions), short_dtype(_TYPES[shape.element_type])),)
+
+
+def _elements(shape: Message) -> int:
+    return sum(math.prod(a.dims) for a in _arrays_of(shape))
+
+
+def _groups(instruction: Message) -> tuple[tuple[int, ...], ...]:
+    """Devices that take part together."""
+    listed = instruction.replica_groups or instruction.collective_device_list.replica_groups
+    if listed:
+        return tuple(tuple(g.replica_ids) for g in listed)
+    iota = instruction.collective_device_list.iota_replica_group_list
+    if iota.num_devices_per_group:
+        shape = list(iota.iota_reshape_dims)
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        if iota.iota_transpose_perm:
+            numbers = numbers.transpose(list(iota.iota_transpose_perm))
+        return tuple(tuple(int(n) for n in row) for row in numbers.reshape(-1, iota.num_devices_per_group))
+    if instruction.source_target_pairs:
+        return (tuple(sorted({n for p in instruction.source_target_pairs for n in (p.source, p.target)})),)
+    return ()
+
+
+@lru_cache(maxsize=4096)
+def _gemm_dimensions(config: bytes) -> tuple[list[int], list[int], list[int]]:
+    """Batch and contracted dimensions of a product that a library does, from its configuration."""
+    try:
+        value = json.loads(config)
+    except ValueError:
+        return [], [], []
+    value = value.get("gemm_backend_config", value) if isinstance(value, Mapping) else {}
+    numbers = value.get("dot_dimension_numbers", {}) if isinstance(value, Mapping) else {}
+    names = ("lhs_batch_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions")
+    batches, left, right = ([int(n) for n in numbers.get(name, ())] for name in names)
+    return batches, left, right
+
+
+_RECOMPUTED = re.compile(r"rematted_computation|checkpoint/(?!.*transpose)|/remat")
+
+
+@lru_cache(maxsize=65536)
+def phase_of(scope: str) -> str:
+    """The phase that a path of JAX's scopes tells.
+
+    >>> phase_of("jit(step)/jvp(layer)/dot_general"), phase_of("jit(step)/transpose(jvp(layer))/dot_general")
+    ('forward', 'backward')
+    >>> phase_of("jit(step)/transpose(jvp())/checkpoint/rematted_computation/layer/dot_general"), phase_of("jit(f)/mul")
+    ('recompute', '')
+    """
+    if "rematted_computation" in scope:
+        return "recompute"
+    if "transpose(" in scope:
+        return "backward"
+    if "jvp(" in scope:
+        return "forward"
+    return "optimizer" if re.search(r"optimi[sz]er|adam|/update", scope) else ""

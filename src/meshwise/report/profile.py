@@ -1,0 +1,286 @@
+"""The profile verb's answer: where the time of a step went, why, operations, communication, gaps.
+
+Not here: working it out (`profile`), beside a plan (`profile_plan`), pictures (`profile_pictures`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from meshwise.core.units import format_bandwidth, format_bytes, format_flops_per_s, format_time
+from meshwise.profile.causes import Cause
+from meshwise.profile.causes.network import Group, communication
+from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.optimes import OpTime, roofline_of
+from meshwise.profile.partition import PARTS
+from meshwise.profile.profile import Profile
+from meshwise.profile.trace import Activity
+from meshwise.report.chart import Bars
+from meshwise.report.report import Report, listed
+from meshwise.report.table import Columns, counted, or_dash, said, tabulate, words
+
+_TOP, _BRIEF_TOP, _BRIEF_CAUSES = 20, 5, 4
+
+
+def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
+    """The whole answer.
+
+    Args:
+        diagnosis: what was found.
+        inputs: what was asked, with defaults.
+    """
+    profile = diagnosis.profile
+    about = Text(about_line(profile))
+    return Report(
+        command="profile",
+        inputs=inputs,
+        answer=answer_line(diagnosis),
+        data=profile_data(diagnosis),
+        brief=said(
+            about,
+            parts_bars(profile),
+            causes_table(diagnosis.causes[:_BRIEF_CAUSES]),
+            _operations(profile, _BRIEF_TOP),
+        ),
+        body=said(
+            about,
+            parts_bars(profile),
+            causes_table(diagnosis.causes),
+            _categories(profile),
+            _operations(profile, _TOP),
+            _communication(profile),
+            _idle(profile),
+            _devices(profile),
+        ),
+        assumed=tuple(assumptions(profile)),
+        not_modelled=tuple(f"the trace does not say {line}" for line in profile.missing),
+        next_steps=next_steps(diagnosis),
+    )
+
+
+def answer_line(diagnosis: Diagnosis) -> str:
+    """The first line: time of a step, its largest causes, and the time without them."""
+    profile, named = diagnosis.profile, diagnosis.named
+    head = f"{format_time(profile.step_s)} a step"
+    if not named:
+        return f"{head}, {profile.partition_s['compute'] / profile.step_s:.0%} of it computing: nothing stands out"
+    reasons = ", ".join(f"{c.what} ({format_time(c.seconds)})" for c in named)
+    without = {1: "it", 2: "both"}.get(len(named), "these")
+    return f"{head}: {reasons}; without {without} about {format_time(diagnosis.reachable_s)}"
+
+
+def about_line(profile: Profile) -> str:
+    """What was read, and how steps were found."""
+    lane = profile.devices[0].lane
+    steps = counted(len(lane.steps), "step")
+    left = f" ({lane.steps.left_out} before them were not steady)" if lane.steps.left_out else ""
+    chip = profile.chip.title if profile.chip else lane.device.chip or "unknown chip"
+    formats = ", ".join(dict.fromkeys(t.format for t in profile.traces))
+    spread = ""
+    if len(profile.steps_s) > 1:
+        spread = f"; steps from {format_time(min(profile.steps_s))} to {format_time(max(profile.steps_s))}"
+    return f"{steps} of {counted(len(profile.devices), 'device')} ({chip}, {formats}), {lane.steps.how}{left}{spread}"
+
+
+def parts_bars(profile: Profile) -> RenderableType | None:
+    """The partition as bars."""
+    whole = profile.step_s
+    if not whole:
+        return None
+    parts = {name: profile.partition_s[name] for name in PARTS}
+    return Bars("where the step goes", parts, whole, lambda v: f"{format_time(v)} {100 * v / whole:5.1f} %")
+
+
+_CAUSES: Columns = {"!cause": "name", ">costs": ("seconds", format_time)}
+
+
+def causes_table(causes: tuple[Cause, ...]) -> RenderableType | None:
+    """Causes, each with evidence and change."""
+    if not causes:
+        return None
+    return tabulate(_CAUSES, causes, note=lambda c: f"{c.evidence}. Change: {c.change}")
+
+
+def _categories(profile: Profile) -> RenderableType:
+    """Busy time by category and phase."""
+    found: dict[tuple[str, str], list[OpTime]] = {}
+    for time in profile.ops:
+        found.setdefault((time.kind.category, time.kind.phase), []).append(time)
+    rows = sorted(found.items(), key=lambda row: -sum(t.seconds for t in row[1]))
+    columns: Columns = {
+        "category": lambda row: row[0][0],
+        "phase": lambda row: row[0][1] or "-",
+        ">busy": lambda row: format_time(sum(t.seconds for t in row[1])),
+        ">share of step": lambda row: f"{sum(t.seconds for t in row[1]) / profile.step_s:.1%}",
+        ">runs": lambda row: f"{sum(t.runs for t in row[1]):,.0f}",
+    }
+    return tabulate(columns, rows, title="by category")
+
+
+def _operations(profile: Profile, number: int) -> RenderableType:
+    """The operations that take longest, with what they reach."""
+
+    def near(time: OpTime) -> str:
+        found = roofline_of(time, profile.chip)
+        return "-" if found is None else f"{found.share:.0%} {found.bound}"
+
+    columns: Columns = {
+        "operation": lambda t: operation_name(t, 34),
+        ">busy": lambda t: format_time(t.seconds),
+        ">runs": lambda t: f"{t.runs:,.0f}" if t.runs >= 1 else f"{t.runs:.2f}",
+        ">FLOP/s": lambda t: or_dash(t.flops_per_s, format_flops_per_s),
+        ">of roofline": near,
+    }
+    return tabulate(columns, profile.ops[:number], title="longest operations")
+
+
+def operation_name(time: OpTime, width: int) -> str:
+    """An operation in few words: its size if it is a product, else the framework's name for it, else its own."""
+    op = time.kind
+    if op.matmul is not None and op.category == "matmul":
+        batch, m, k, n = op.matmul
+        return f"{f'{batch}x ' if batch > 1 else ''}{m} x {k} x {n} {op.phase or op.category}"[:width]
+    if op.collective is not None:
+        size = f" {format_bytes(op.collective.num_bytes)}" if op.collective.num_bytes else ""
+        over = f" over {op.collective.group_size}" if op.collective.group_size else ""
+        return f"{op.collective.kind}{size}{over}"[:width]
+    name = op.parent or op.name
+    return name if len(name) <= width else f"{name[: width - 3]}..."
+
+
+def _communication(profile: Profile) -> RenderableType | None:
+    groups = communication(profile)
+    if not groups:
+        return None
+    columns: Columns = {
+        "collective": lambda g: g.kind,
+        "over": lambda g: f"{g.size} ({g.name})" if g.size and g.name else str(g.size or g.name or "-"),
+        ">runs": lambda g: f"{g.runs:,.0f}",
+        ">bytes": lambda g: or_dash(g.num_bytes, format_bytes),
+        ">busy": lambda g: format_time(g.seconds),
+        ">not hidden": lambda g: format_time(g.exposed),
+        ">bus": lambda g: or_dash(g.bus_bandwidth, format_bandwidth),
+    }
+    return tabulate(columns, groups, title="communication")
+
+
+def _idle(profile: Profile) -> RenderableType | None:
+    idle = profile.idle
+    if not idle.total:
+        return None
+    first = (
+        f"{format_time(idle.long)} in {idle.num_long:,.1f} gaps of more than 10 us a step, {format_time(idle.short)} "
+        f"in {idle.num_short:,.0f} shorter ones; the longest {format_time(idle.longest)}"
+    )
+    lines = [first]
+    if idle.late is not None:
+        lines.append(f"for {format_time(idle.late)} of it the next operation had not been launched yet")
+    lines += [f"after {name[:60]}: {format_time(seconds)}" for name, seconds in idle.after[:3]]
+    lines += [f"meanwhile the host is in {name[:60]}: {format_time(seconds)}" for name, seconds in idle.host[:4]]
+    return listed("Idle", lines)
+
+
+def _devices(profile: Profile) -> RenderableType | None:
+    if len(profile.devices) < 2:
+        return None
+    parts: Columns = {f">{words(n).replace('exposed ', '')}": _part(n) for n in PARTS}
+    head: Columns = {"device": lambda d: d.lane.device.name, ">step": lambda d: format_time(d.step_s)}
+    columns: Columns = {**head, **parts}
+    return tabulate(columns, profile.devices, title="devices")
+
+
+def _part(name: str) -> Any:
+    return lambda device: format_time(device.mean(name))
+
+
+def assumptions(profile: Profile) -> Iterator[str]:
+    """What the numbers rest on."""
+    yield "profiling slows the host down: idle time of a run that is not profiled is shorter"
+    if profile.chip is not None:
+        known = sum(t.seconds for t in profile.ops if t.kind.flops)
+        share = f"FLOPs are known of {known / profile.step_s:.0%} of the step"
+        yield f"rates of {profile.chip.title} are those of its data sheet; {share}"
+    if profile.waiting.matched:
+        yield "the shortest run of a collective among the devices is its wire; what others take longer is waiting"
+
+
+def next_steps(diagnosis: Diagnosis) -> tuple[str, ...]:
+    """What to do next."""
+    profile = diagnosis.profile
+    several = len(profile.devices) > 1 or not any(t.kind.activity == Activity.COLLECTIVE for t in profile.ops)
+    return said(
+        *(f"{c.name}: {c.change}" for c in diagnosis.named[:2]),
+        None
+        if several
+        else "traces of several ranks tell waiting from wire: meshwise profile rank0.json.gz rank1.json.gz",
+    )
+
+
+# JSON.
+
+
+def profile_data(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The JSON fields."""
+    profile = diagnosis.profile
+    return {
+        "step_s": profile.step_s,
+        "steps": {
+            "number": len(profile.devices[0].lane.steps),
+            "how": profile.steps_found,
+            "left_out": profile.devices[0].lane.steps.left_out,
+            "shortest_s": min(profile.steps_s),
+            "median_s": statistics.median(profile.steps_s),
+            "longest_s": max(profile.steps_s),
+        },
+        "partition_s": dict(profile.partition_s),
+        "joined_share": None,
+        "reachable_s": diagnosis.reachable_s,
+        "causes": [
+            {"name": c.name, "seconds": c.seconds, "evidence": c.evidence, "change": c.change} for c in diagnosis.causes
+        ],
+        "terms": [],
+        "operations": [_operation_data(t, profile) for t in profile.ops],
+        "communication": [_group_data(g) for g in communication(profile)],
+        "idle": {
+            "longest_s": profile.idle.longest,
+            "not_launched_s": profile.idle.late,
+            "host": [{"name": name, "seconds": seconds} for name, seconds in profile.idle.host],
+        },
+        "devices": [
+            {
+                "name": d.lane.device.name,
+                "source": d.trace.source,
+                "rank": d.lane.device.rank,
+                "step_s": d.step_s,
+                "partition_s": {name: d.mean(name) for name in PARTS},
+            }
+            for d in profile.devices
+        ],
+        "chip": profile.chip.name if profile.chip else None,
+        "flops_utilization": profile.flops_utilization,
+        "memory_peak_bytes": profile.memory_peak,
+        "missing": list(profile.missing),
+    }
+
+
+def _operation_data(time: OpTime, profile: Profile) -> dict[str, Any]:
+    op, near = time.kind, roofline_of(time, profile.chip)
+    return {
+        "name": op.name, "category": op.category, "label": op.label, "phase": op.phase, "scope": op.scope,
+        "parent": op.parent, "program": op.program, "runs": time.runs, "busy_s": time.seconds,
+        "exposed_s": time.exposed, "flops": op.flops, "bytes": op.num_bytes, "source": op.source,
+        "matmul": list(op.matmul) if op.matmul else None,
+        "roofline_share": near.share if near else None, "bound": near.bound if near else None,
+    }  # fmt: skip
+
+
+def _group_data(group: Group) -> dict[str, Any]:
+    return {
+        "kind": group.kind, "devices": group.size, "group": group.name, "runs": group.runs, "bytes": group.num_bytes,
+        "busy_s": group.seconds, "exposed_s": group.exposed, "bus_bandwidth": group.bus_bandwidth,
+    }  # fmt: skip
