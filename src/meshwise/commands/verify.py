@@ -18,14 +18,16 @@ from meshwise.compiler.comparison import STATE, WITHIN, compare
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
 from meshwise.compiler.expected import expect
+from meshwise.compiler.floor import Floor, Rates
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.traffic import unread, without_kernel
 from meshwise.compiler.lines import Line, extrapolated
 from meshwise.compiler.reduction import Reduction, reduce_layers, reduction_of
+from meshwise.compiler.step_floor import StepFloor, compare_times, extrapolated_times
 from meshwise.compiler.targets import Target
 from meshwise.compiler.verification import CompiledCopy, Verification
 from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
-from meshwise.costs.estimate import estimate_training
+from meshwise.costs.estimate import estimate_training, layout_factors
 from meshwise.report.verify import VerifiedPlan, verification_report
 from meshwise.search import Plan, PlanResult
 
@@ -58,6 +60,7 @@ def verify(
     sizes: tuple[int | None, ...] = (None,) if reduction is None else (reduction.small, reduction.large)
     copies: list[CompiledCopy] = []
     compared: list[tuple[Line, ...]] = []
+    floors: list[StepFloor] = []
     compiled: Compiled | None = None
     for layers in sizes:
         compiled, mesh = compile_apart(plan, layers, progress=progress)
@@ -66,6 +69,7 @@ def verify(
         if compiled.memory is None:
             break
         compared.append(compare_copy(plan, layers, compiled, mesh))
+        floors.append(_floor(plan, layers, compiled, mesh))
     assert compiled is not None
     memory = plan.estimate.memory
     return Verification(
@@ -78,8 +82,27 @@ def verify(
         out_of_memory=compiled.out_of_memory,
         versions=compiled.versions,
         unread=() if compiled.memory is None else unread(compiled.module),
+        floor=None if compiled.memory is None else _whole_floor(plan, floors, reduction),
         without_kernel=() if compiled.memory is None else without_kernel(compiled.module),
     )
+
+
+def _times(plan: Plan) -> tuple[float, float]:
+    return plan.estimate.step_time.lower, plan.estimate.step_time.expected
+
+
+def _floor(plan: Plan, layers: int | None, compiled: Compiled, mesh: DeviceMesh) -> StepFloor:
+    """The least time of one copy, on the plan's chips and wires."""
+    problem, layout = plan.problem, plan.layout
+    rates = Rates(problem.cluster.chip, plan.fabric, layout_factors(plan.fabric, layout))
+    if layers is not None:
+        model, layout = reduce_layers(problem.model, layout, layers)
+        problem = replace(problem, model=model)
+    return compare_times(problem, plan.fabric, layout, _times(plan), Floor(compiled.module, mesh, rates))
+
+
+def _whole_floor(plan: Plan, floors: list[StepFloor], reduction: Reduction | None) -> StepFloor:
+    return floors[0] if reduction is None else extrapolated_times(floors[0], floors[1], reduction, _times(plan))
 
 
 def compare_copy(plan: Plan, layers: int | None, compiled: Compiled, mesh: DeviceMesh) -> tuple[Line, ...]:

@@ -359,7 +359,7 @@ def _flops(workings: Breakdown, rounds: Rounds | None) -> _Flops:
     for block in workings.blocks:
         names = {o.name for o in block.operations if o.when == "forward"}
         for o in block.operations:
-            key = (block.name, _home(o.name, names))
+            key = (block.name, home_of(o.name, names))
             runs = block.copies * block.num_microbatches
             beyond = {} if rounds is None else rounds.beyond(roles[block.name], when=o.when, planned=block.copies)
             planned[key] += o.flops * runs
@@ -370,7 +370,7 @@ def _flops(workings: Breakdown, rounds: Rounds | None) -> _Flops:
     return _Flops({k: v for k, v in planned.items() if v}, forward, more)
 
 
-def _home(name: str, forward: set[str]) -> str:
+def home_of(name: str, forward: set[str]) -> str:
     """The operation of the forward pass that `name` belongs to: "dq.w_q" and "dq.x.attn" to "q"."""
     if name in forward:
         return name

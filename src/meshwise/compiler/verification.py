@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from meshwise.compiler.lines import Line
 from meshwise.compiler.memory import CompiledMemory, OutOfMemory
+from meshwise.compiler.step_floor import StepFloor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Verification:
         out_of_memory: what the compiler said of a copy that does not fit, else None.
         versions: of the compiler's packages.
         unread: what of the program could not be counted, in words.
+        floor: the least time of the program beside the plan's times; None where a copy does not fit.
         without_kernel: why attention is not a fused kernel, in words; empty where it is.
     """
 
@@ -54,6 +56,7 @@ class Verification:
     versions: Mapping[str, str]
     unread: tuple[str, ...] = ()
     without_kernel: tuple[str, ...] = ()
+    floor: StepFloor | None = None
 
     @property
     def whole(self) -> bool:

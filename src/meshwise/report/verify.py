@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
@@ -43,7 +43,7 @@ def verification_report(found: Verification, layout: str, inputs: Mapping[str, A
         assumed=_assumed(found),
         not_modelled=(
             *(() if found.whole else (_PEAKS,)),
-            "time: the compiler's own estimates are not used",
+            "time that nothing bounds: starts of kernels and collectives, what libraries achieve of a chip's peak",
             "memory fragmentation at run time, and memory that the runtime and other programs hold",
         ),
         next_steps=() if found.whole else ("leave --reduced out: all layers instead of two smaller models",),
@@ -76,6 +76,7 @@ def _body(found: Verification, layout: str) -> Iterable[RenderableType | None]:
         yield listed("The compiler's own account", found.out_of_memory.breakdown or (_first(found),))
         return
     yield _table("memory of a chip", found.group("memory"), format_bytes)
+    yield _floor_table(found)
     yield _table("received by a chip a step", found.group("collectives"), format_bytes, counts=True)
     yield _table("matmuls of a chip a step", found.group("flops"), format_flops)
     yield _table("read and written by a chip a step", found.group("moved"), format_bytes)
@@ -83,6 +84,37 @@ def _body(found: Verification, layout: str) -> Iterable[RenderableType | None]:
     yield listed("Attention without a fused kernel, in blocks of plain JAX, since", found.without_kernel)
     used = dict.fromkeys(d.reason for line in found.lines for d in line.differences if d.reason != UNEXPLAINED)
     yield listed("Reasons", (f"{reason}: {REASONS[reason]}" for reason in used))
+
+
+_VERDICTS = {
+    "reached": "As fast as planned",
+    "possible": "Slower than the plan's lower bound, within its expected time",
+    "impossible": "The plan's expected time cannot be reached",
+}
+
+
+def _floor_table(found: Verification) -> RenderableType | None:
+    """Seconds of a step: by the plan, and at the least by its program."""
+    floor = found.floor
+    if floor is None:
+        return None
+    rows = [
+        ("all products at peak FLOP/s", floor.compute),
+        ("all bytes at the memory's rate", floor.memory),
+        ("collectives that nothing hides", floor.exposed),
+        ("least time of the program", floor.compiled),
+        ("plan, lower bound", floor.planned_lower),
+        ("plan, expected", floor.planned_expected),
+    ]
+    hidden = f"{format_percent(floor.hidden_share)} of what the plan hides of its collectives is hidden"
+    blamed = (f"{o.name} {format_time(o.compiled)} ({o.bound}), planned {format_time(o.planned)}" for o in floor.blamed)
+    blames = listed("To blame, at the least", blamed)
+    columns: Columns = {"time of a step": lambda row: row[0], ">": lambda row: format_time(row[1])}
+    return Group(
+        tabulate(columns, rows),
+        Text(f"{_VERDICTS[floor.verdict]}; {hidden}."),
+        *(() if blames is None else (blames,)),
+    )
 
 
 def _first(found: Verification) -> str:
@@ -133,11 +165,22 @@ def _data(found: Verification, layout: str) -> dict[str, Any]:
             "compiled_bytes=peak set_aside_bytes=set_aside not_counted=unread attention_without_kernel=without_kernel",
         ),
         **picked(found, "unexplained_share_of_received=unexplained_share out_of_memory=out_of_memory.message"),
+        "floor_s": _floor(found),
         "layout": layout,
         "compiled": [_copy(copy) for copy in found.copies],
         **{name: [_line(line, unit) for line in found.group(group)] for name, (group, unit) in groups.items()},
         "compiler_versions": dict(found.versions),
     }
+
+
+def _floor(found: Verification) -> dict[str, Any] | None:
+    """Seconds, and the share of the plan's hiding that the program's schedule has."""
+    floor = found.floor
+    if floor is None:
+        return None
+    named = picked(floor, "planned_lower planned_expected compiled hidden_share verdict compute hbm=memory exposed")
+    blamed = [picked(o, "name planned compiled bound") for o in floor.blamed]
+    return {**named, **picked(floor, "communication planned_communication planned_hidden"), "to_blame": blamed}
 
 
 def _copy(copy: CompiledCopy) -> dict[str, Any]:

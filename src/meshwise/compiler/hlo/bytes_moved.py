@@ -75,6 +75,29 @@ def _dtype(computation: Computation, i: Instruction) -> str:
     return max(operands, key=lambda a: a.num_bytes).dtype if flops_said(i) else operands[0].dtype
 
 
+def flops_of(module: Module, computation: Computation, i: Instruction) -> tuple[float, str]:
+    """FLOPs of one run of an instruction, of what is fused with it too, and the format of the largest product."""
+    found = [(_flops(computation, i), i, computation)]
+    if i.opcode == "fusion":
+        for name in i.called:
+            inside = module.computations[name]
+            for inner in inside.instructions:
+                if inner.opcode == "fusion":
+                    found.append((flops_of(module, inside, inner)[0], inner, inside))
+                elif inner.opcode in ("dot", "convolution"):
+                    found.append((_flops(inside, inner), inner, inside))
+    total = sum(flops for flops, _, _ in found)
+    if not total:
+        return 0.0, ""
+    _, largest, where = max(found, key=lambda x: x[0])
+    return total, (_dtype(where, largest) if largest.opcode != "fusion" else flops_of(module, where, largest)[1])
+
+
+def moved_by(module: Module, computation: Computation, i: Instruction) -> float:
+    """Bytes that one run of an instruction reads from and writes to main memory."""
+    return 0.0 if i.opcode in _NOTHING else float(sum(_moved(module, computation, i)))
+
+
 def flops_said(i: Instruction) -> float:
     """FLOPs that a kernel says it has; 0 where it says nothing."""
     found = _SAID.search(i.op_name) if i.opcode == "custom-call" else None
