@@ -134,6 +134,17 @@ def test_impossible_rows_are_refused_with_the_reason():
         refine([replace(THREE[0], id="warp", measured_value=1e9)])
 
 
+def test_rows_far_slower_than_predicted_are_refused_with_the_reason():
+    slow = refine([THREE[0]]).rows[0].measured * 1e3
+    late = replace(THREE[0], id="late", measured_metric="step_time", unit="s", measured_value=slow)
+    found = refine([*THREE, late])
+    assert [r.run.id for r in found.refusals] == ["late"]
+    assert "times the" in found.refusals[0].reason
+    assert len(found.rows) == 3
+    with pytest.raises(MeshwiseError, match=r"no row can be used to calibrate: late: .* expected at most 10 times"):
+        refine([late])
+
+
 def test_rows_of_several_chips_are_refused():
     with pytest.raises(MeshwiseError, match="rows are of several chips: a100-sxm-80gb, h100-sxm"):
         refine([RUNS["T-vtrain-0056"], RUNS["T-nemo2407-0001"]])
@@ -190,7 +201,7 @@ def test_files_that_are_wrong(tmp_path):
     good = path.read_text(encoding="utf-8")
     for wrong, message in (
         ("{}", "expected the schema"),
-        ("x", "not JSON"),
+        ("x", "not valid JSON"),
         (good.replace('"gap"', '"gaps"'), "'gaps' is no constant"),
         (good.replace("1e-05", "-1"), "gap is a number from 0 to 1, found -1"),
         (good.replace('"fitted"', '"other.json"'), "its base is a file"),

@@ -66,7 +66,8 @@ def show_calibration(screen: Screen, request: CalibrateRequest) -> None:
     """Refine a chip's calibration by your own measured steps.
 
     FILE has one measurement a row, in the columns of docs/measurements.md. Constants move as far as the rows
-    support it, within what is known of the chip. Rows that are faster than physically possible are refused.
+    support it, within what is known of the chip. Rows that are faster than physically possible, or take
+    ten times what is predicted, are refused.
 
     \b
       meshwise calibrate runs.csv --save ours.json

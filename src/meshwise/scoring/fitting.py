@@ -21,7 +21,7 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.spread import Likely
 from meshwise.hardware import Chip
 from meshwise.scoring.constants import Constant, all_constants
-from meshwise.scoring.prediction import Prediction, Refusal
+from meshwise.scoring.prediction import WRONG, Prediction, Refusal
 from meshwise.scoring.rows import TrainingRun, UnreadRow
 from meshwise.scoring.score import predict_all
 from meshwise.scoring.training import TrainingPrediction, predict_training
@@ -206,6 +206,8 @@ _IDLE = 0.005
 
 #: Rows from which each is left out in turn.
 _LEAVE_OUT_FROM = 3
+#: Times its prediction that a step may take: what is further is a wrong unit, batch or number of chips.
+_FURTHEST = 10
 
 
 @dataclass(frozen=True, repr=False)
@@ -264,7 +266,9 @@ def refine(
         MeshwiseError: no row can be used; rows are of several chips or of several generations of software.
     """
     timed = [run for run in runs if isinstance(run, UnreadRow) or not run.is_memory]
-    rows, refusals, _ = predict_all(timed, partial(predict_training, calibration=calibration), lambda _: None)
+    found, refusals, _ = predict_all(timed, partial(predict_training, calibration=calibration), lambda _: None)
+    rows = tuple(row for row in found if row.measured <= _FURTHEST * row.expected)
+    refusals = (*refusals, *(_too_slow(row) for row in found if row.measured > _FURTHEST * row.expected))
     _check(rows, refusals)
     base = rows[0].calibration
     constants = tuple(
@@ -289,6 +293,15 @@ def refine(
         fit=best,
         after=tuple(row.seconds_under(new) / row.measured - 1 for row in rows),
         left_out=tuple(p.error for p in fitted.leave_out(lambda p: p.run.id)) if len(rows) >= _LEAVE_OUT_FROM else (),
+    )
+
+
+def _too_slow(row: TrainingPrediction) -> Refusal:
+    """Why a row says nothing of its chip; one that is too fast was refused before."""
+    return Refusal(
+        row.run,
+        f"{row.measured:.4g} s a step is {row.measured / row.expected:,.0f} times the {row.expected:.4g} s predicted; "
+        f"expected at most {_FURTHEST} times, as no chip's constants explain more; {WRONG}",
     )
 
 
