@@ -78,7 +78,11 @@ def interrupted(seconds, *arguments):
 def test_an_interrupt_while_it_loads_is_said_in_words():
     for seconds in (0.0, 0.02, 0.06, 0.15):
         code, out, err, _ = interrupted(seconds, *words("plan train"))
-        assert (code, out, err.strip()) == (130, "", "error: interrupted")
+        assert "Traceback" not in err
+        if code:
+            assert (code, out, err.strip()) == (130, "", "error: interrupted")
+        else:  # a busy machine sends it late: in the search, whose best so far is shown
+            assert out.startswith("Best so far") or "nterrupted" in out, out
 
 
 @pytest.mark.slow
