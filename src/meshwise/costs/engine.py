@@ -19,6 +19,8 @@ from meshwise.core.files import parse_json
 
 #: Tokens of one block of the cache: the simulator counts requests by how full their last block is.
 _MOST_BLOCK_TOKENS = 1 << 20
+#: Of seconds, bytes and rates: products of a few stay finite.
+_LARGEST = 1e30
 
 
 def query_key_pairs(past: int, new: int, window: int | None = None) -> int:
@@ -252,9 +254,12 @@ def _mapping(where: str, value: Any, of: type) -> dict[str, Any]:
 
 
 def _number(what: str, name: str, value: Any, least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+    if (
+        isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LARGEST
+    ):  # NaN is neither
         bound = "more than 0" if least > 0 else "0 or more"
-        raise ConfigError(f"{what}: {name}: expected a number, {bound}, found {value!r}")
+        bound = f"at most {_LARGEST:g}" if isinstance(value, int | float) and value > _LARGEST else bound
+        raise ConfigError(f"{what}: {name}: expected a number, {bound}, found {quoted(value)}")
 
 
 def _whole(what: str, name: str, value: Any, least: int, most: int = 2**53) -> None:
