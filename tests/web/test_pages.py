@@ -9,6 +9,7 @@ from meshwise.exports import TARGETS
 from meshwise.web import html as written
 from meshwise.web.answers import Answered, answer
 from meshwise.web.links import command, parse_command, query
+from meshwise.web.moves import moves, nearest, timeline
 from meshwise.web.stops import stops_of
 from meshwise.web.views import COMPARED, VIEWS, link
 from tests.web.conftest import as_json, said, text_of, untimed
@@ -210,6 +211,38 @@ def test_every_stop_of_a_slider_is_a_link_that_answers(page, name):
         for href in (next(iter(one.values.values())), list(one.values.values())[-1]):
             found = page.get(href)
             assert found.status_code == 200, (one.name, href, text_of(found.text)[:900])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "meshwise plan train llama-3-8b --on h100:8 --batch-tokens 512Ki --seq-len 4096",
+        "meshwise plan serve llama-3-70b --on h100:8 --prompt 1024 --output 256",
+    ],
+)
+def test_the_plans_of_a_search_are_links_with_the_same_numbers(page, text):
+    found = answer(*parse_command(text))
+    shown = moves(found)
+    assert len(shown) == len(found.envelope["plans"])
+    for move, plan in list(zip(shown, found.envelope["plans"], strict=True))[:2]:
+        path, _, asked = move.href.partition("?")
+        verb = VIEWS[path.strip("/")].layout_verb
+        again = page.get(f"/api/{verb.replace(' ', '/')}?{asked}").json()["plans"][0]
+        for part in ("estimate", "tpot_s", "ttft_s", "output_tokens_per_s"):
+            assert again.get(part) == plan.get(part)
+        assert "B against A" in page.get(move.beside).text
+    if (step := timeline(found)) is not None:
+        assert (
+            f"{found.envelope['plans'][0]['estimate']['step_time_s']['expected']}"
+            in page.get(f"/api/simulate{step.replace('timeline', 'train')}").text
+        )
+
+
+def test_where_nothing_fits_more_chips_are_a_link(page):
+    found = answer(*parse_command("meshwise plan train llama-3-70b --on v5e --batch-tokens 64Ki --seq-len 4096"))
+    words = dict(nearest(found))
+    assert "what fits there" in words
+    assert "/train?model=llama-3-70b&on=v5e:64&batch-tokens=64Ki&seq-len=4096" in words.values()
 
 
 def test_collectives_are_stepped_through(page):

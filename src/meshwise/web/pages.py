@@ -20,7 +20,8 @@ from meshwise.exports.serving import SERVING_TARGETS
 from meshwise.web.answers import Answered
 from meshwise.web.compare import comparison
 from meshwise.web.forms import form_of
-from meshwise.web.links import Pairs, command, options, parse_command, parse_options, query
+from meshwise.web.links import Pairs, command, parse_command, parse_options, query
+from meshwise.web.moves import moves, nearest, timeline
 from meshwise.web.pictures import pictures
 from meshwise.web.stops import stops_of
 from meshwise.web.views import CARDS, VIEWS, View, changed, link
@@ -122,7 +123,9 @@ def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) 
         short=Markup(answered.short),  # noqa: S704  (made of escaped text by `html`)
         whole=Markup(answered.whole) if answered.whole != answered.short else "",  # noqa: S704
         stops=stops_of(answered),
-        moves=_moves(answered),
+        moves=moves(answered),
+        timeline=timeline(answered),
+        nearest=nearest(answered),
         steps=[linked(step, answered) for step in answered.next_steps if not _writes(step)],
         message=[linked(line, answered) for line in answered.message.split("\n")],
         data=answered.envelope or {},
@@ -149,24 +152,6 @@ def _tools(answered: Answered) -> list[str]:
     if answered.envelope is None or "plan.json" not in answered.files:
         return []
     return [tool for tool in answered.envelope["plans"][0]["runs_in"] if tool in EXPORTED]
-
-
-def _moves(answered: Answered) -> list[tuple[str, str, str]]:
-    """Other layouts to look at: words, the link that shows one, and the link that compares it with this."""
-    data = answered.envelope or {}
-    verb = {"plan train": "estimate train", "estimate train": "estimate train"}.get(answered.verb)
-    if verb is None:
-        return []
-    pairs = tuple(pair for pair in answered.pairs if pair[0] in options(verb))
-    rows = [
-        (p["layout_text"], p["layout_text"]) for p in data.get("plans", [])[: 5 if answered.verb == "plan train" else 0]
-    ]
-    rows += [(f"{c['change']}: {c['layout_text']}", c["layout_text"]) for c in data.get("changes", [])]
-    here = link(answered.verb, answered.pairs)
-    return [
-        (words, link(verb, changed(verb, pairs, layout=text, changes="no")), f"{here}&{query((('b', text),))}")
-        for words, text in rows
-    ]
 
 
 _COMMAND = re.compile(r"(meshwise [a-z][^';]*[^';\s.,)])|(--[a-z][a-z-]*(?: (?!--)[\w=.:,%*/\[\]-]*[\w%])?)")

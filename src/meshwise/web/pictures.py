@@ -157,8 +157,35 @@ def _pieces(events: Sequence[_Json], total: float) -> list[tuple[int, int, str]]
     return pieces
 
 
+def _hidden(_answered: Answered, data: _Json) -> Markup:
+    """How much of the communication is waited for."""
+    plans = data.get("plans") or []
+    if not plans:
+        return Markup()
+    terms, hidden = plans[0]["estimate"]["terms"], plans[0]["estimate"]["hidden_s"]
+    axes = [axis for axis in hidden if hidden[axis] or terms.get(axis)]
+    longest = max((hidden[axis] + terms.get(axis, 0) for axis in axes), default=0)
+    if not longest:
+        return Markup()
+    rows, numbers = Markup(), []
+    for axis in axes:
+        waited, beside = terms.get(axis, 0.0), hidden[axis]
+        bar = Markup(
+            '<svg class="bar" aria-hidden="true"><rect class="b" width="{0:.2f}%" height="100%"/>'
+            '<rect class="d" x="{0:.2f}%" width="{1:.2f}%" height="100%"/></svg>'
+        ).format(100 * waited / longest, 100 * beside / longest)
+        rows += Markup('<tr><th scope="row">{}</th><td class="wide">{}</td></tr>').format(axis, bar)
+        numbers.append((axis, format_time(waited), format_time(beside)))
+    picture = Markup('<table class="bars"><tbody>{}</tbody></table>').format(rows)
+    picture += legend((("b", "waited for"), ("d", "hidden behind compute")))
+    head = ("axis", ">waited for", ">hidden")
+    return figure("Which communication does the step wait for?", picture, head, numbers)
+
+
 _DRAWN: Mapping[str, Callable[[Answered, _Json], Markup]] = {
     "roofline": _roofline,
+    "plan train": _hidden,
+    "estimate train": _hidden,
     "plan serve": _front,
     "simulate train": _timeline,
 }

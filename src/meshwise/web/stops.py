@@ -18,7 +18,8 @@ from meshwise.models import load_model
 from meshwise.sharding.layout import MESH_AXES, axis_of
 from meshwise.sharding.serving import ServingLayout
 from meshwise.web.answers import Answered
-from meshwise.web.links import Pairs, options
+from meshwise.web.links import Pairs
+from meshwise.web.moves import shared
 from meshwise.web.views import changed, link
 
 _Json = Mapping[str, Any]
@@ -82,7 +83,7 @@ def _train(answered: Answered, data: _Json) -> Iterator[Stops]:
     """Of a layout: its axes, then batch and length. After a search the same of the best layout."""
     best, pairs = data["plans"][0], answered.pairs
     text = dict(pairs).get("layout") or _axes_text(best["layout"])
-    allowed = _estimated(pairs)
+    allowed = shared(pairs, "estimate train")
     for axis in ("data", "fsdp", "tensor", "context", "expert", "stage"):
         if axis == "expert" and best["layout"]["expert"] == 1:
             continue
@@ -96,11 +97,6 @@ def _train(answered: Answered, data: _Json) -> Iterator[Stops]:
     held = changed("estimate train", allowed, layout=text, changes="no")
     yield _counts("estimate train", held, "batch_tokens", data["inputs"]["batch_tokens"], "batch tokens")
     yield _counts("estimate train", held, "seq_len", data["inputs"]["seq_len_tokens"], "sequence length")
-
-
-def _estimated(pairs: Pairs) -> Pairs:
-    """The options of a search that an estimate has, too."""
-    return tuple((key, text) for key, text in pairs if key in options("estimate train"))
 
 
 def _powers(chips: int) -> list[int]:

@@ -1,0 +1,109 @@
+"""Where an answer leads: other layouts and comparisons with them, its timeline, what to try where nothing fits.
+
+Not here: quantities that are varied (`stops`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.hardware import parse_cluster
+from meshwise.web.answers import Answered
+from meshwise.web.links import Pairs, command, options, query
+from meshwise.web.views import changed, link
+
+
+@dataclass(frozen=True)
+class Move:
+    """Another layout.
+
+    Args:
+        words: what it is.
+        href: the link that shows it.
+        beside: the link that compares it with the answer.
+    """
+
+    words: str
+    href: str
+    beside: str
+
+
+def moves(answered: Answered) -> list[Move]:
+    """Other layouts to look at: those of a search, or single changes of one."""
+    data = answered.envelope or {}
+    found = {"plan train": _planned, "estimate train": _changes, "plan serve": _served}.get(answered.verb)
+    if found is None:
+        return []
+    here = link(answered.verb, answered.pairs)
+    verb = "estimate serve" if answered.verb == "plan serve" else "estimate train"
+    common = shared(answered.pairs, verb)
+    out = []
+    for words, layout in found(data):
+        pairs = changed(verb, common, **layout, changes="no")
+        b = (("b", command(verb, pairs)),)
+        out.append(Move(words, link(verb, pairs), f"{here}&{query(b)}"))
+    return out
+
+
+def shared(pairs: Pairs, verb: str) -> Pairs:
+    """The options that another verb has, too."""
+    return tuple((key, text) for key, text in pairs if key in options(verb))
+
+
+def _planned(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    for plan in data.get("plans", []):
+        yield plan["layout_text"], {"layout": plan["layout_text"]}
+
+
+def _changes(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    for change in data["changes"]:
+        yield f"{change['change']}: {change['layout_text']}", {"layout": change["layout_text"]}
+
+
+def _served(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    for plan in data.get("plans", []):
+        decode, prefill = plan["decode"], plan["prefill"]
+        layout = {"layout": decode["layout"], "batch": str(plan["batch"])}
+        words = f"{decode['layout']}, batch {plan['batch']:,}"
+        if plan["mode"] == "disaggregated":
+            layout["mode"] = "disaggregated"
+        if prefill["layout"] != decode["layout"]:
+            layout["prefill_layout"] = prefill["layout"]
+            words += f", prefill {'apart' if 'mode' in layout else 'by'} {prefill['layout']}"
+        if prefill["batch"] > 1:
+            layout["prefill_batch"] = str(prefill["batch"])
+        if prefill["chunk_tokens"] is not None:
+            layout["chunk"] = str(prefill["chunk_tokens"])
+        yield words, layout
+
+
+def timeline(answered: Answered) -> str | None:
+    """The link that shows the step of a training plan over time."""
+    plans = (answered.envelope or {}).get("plans")
+    if answered.verb not in ("plan train", "estimate train") or not plans:
+        return None
+    verb = "simulate train"
+    return link(verb, changed(verb, shared(answered.pairs, verb), layout=plans[0]["layout_text"]))
+
+
+def nearest(answered: Answered) -> list[tuple[str, str]]:
+    """Where nothing is feasible: what fits there, and the same question on more chips."""
+    given = dict(answered.pairs)
+    if answered.kind != "InfeasibleError" or "model" not in given or "on" not in given:
+        return []
+    found = [("what fits there", link("fit", (("model", given["model"]), ("on", given["on"]))))]
+    counted = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", given["on"])
+    if counted is None:
+        return found
+    for times in (8, 64):
+        more = f"{counted[1]}:{int(counted[2] or 1) * times}"
+        try:
+            parse_cluster(more)
+        except MeshwiseError:
+            continue
+        found.append((f"the same on {more}", link(answered.verb, changed(answered.verb, answered.pairs, on=more))))
+    return found
