@@ -130,7 +130,7 @@ def table(
         if note:
             lines += Markup('<tr class="note"><td colspan="{}">{}</td></tr>').format(len(row), note)
     caption = Markup("<caption>{}</caption>").format(title) if title else ""
-    region = Markup('<div class="scroll" tabindex="0" role="region" aria-label="{}">').format(title or "table")
+    region = Markup('<div class="scroll" tabindex="0" role="group" aria-label="{}">').format(title or "table")
     return region + Markup("<table>{}{}<tbody>{}</tbody></table></div>").format(caption, _head(head, right), lines)
 
 

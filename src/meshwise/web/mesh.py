@@ -86,7 +86,7 @@ def _grid(mesh: Mesh, device: int, axes: Sequence[str], at_step: tuple[str, int]
         cells = Markup().join(_device(mesh, device, number, axes, at_step) for number in numbers)
         body += Markup('<tr><th scope="row">{}</th>{}</tr>').format(name, cells)
     head = Markup().join(Markup('<th scope="col">{}{}</th>').format(last, k) for k in range(min(columns, _COLUMNS)))
-    drawn = Markup('<div class="scroll" tabindex="0" role="region" aria-label="devices"><table class="mesh">')
+    drawn = Markup('<div class="scroll" tabindex="0" role="group" aria-label="devices"><table class="mesh">')
     drawn += Markup("<thead><tr><td></td>{}</tr></thead><tbody>{}</tbody></table></div>").format(head, body)
     if rows > _ROWS or columns > _COLUMNS:
         drawn += Markup("<p>{:,} devices; the first are drawn.</p>").format(mesh.num_devices)
