@@ -35,6 +35,7 @@ PAGES = (
     DOCS / "commands.md",
     DOCS / "book.md",
     DOCS / "ui.md",
+    DOCS / "rules.md",
     DOCS / "planning.md",
     DOCS / "serving.md",
     DOCS / "precision.md",

@@ -18,6 +18,7 @@ from meshwise.cli.main import COMMANDS, LazyGroup, main
 from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import CALIBRATIONS, Calibration
 from meshwise.costs.memory import MEMORY_CLASSES
+from meshwise.costs.rules import RULES
 from meshwise.costs.step import TERMS
 from meshwise.hardware import Chip, Fabric, SliceRules, chips, machines, networks
 from meshwise.jobs import OPTIMIZERS, PRECISIONS, Precision
@@ -489,7 +490,16 @@ def tables() -> Mapping[str, str]:
         "networks": _network_table(),
         "machines": _machine_table(),
         "models": _model_table(),
+        "rules": _rule_table(),
     }
+
+
+def _rule_table() -> str:
+    """Every rule with its formula."""
+    return _table(
+        ("rule", "formula", "what it gives"),
+        ((_code(r.name), _code(f"{r.result} = {r.formula.text}"), r.words) for r in RULES.values()),
+    )
 
 
 def _meaning(policy: str) -> str:

@@ -26,6 +26,7 @@ _NAMES = {
     "meshwise.commands.plan_train": ("compare_train", "plan_train", "scale_train"),
     "meshwise.commands.profile": ("profile",),
     "meshwise.commands.roofline": ("roofline",),
+    "meshwise.commands.rule": ("rule",),
     "meshwise.commands.run": ("generate", "run_plan"),
     "meshwise.commands.score": ("score",),
     "meshwise.commands.shard": ("shard",),

@@ -27,6 +27,7 @@ from meshwise.exports.exported import Exported as Exported
 from meshwise.report.bench import BenchResult
 from meshwise.report.collective import CollectiveCase
 from meshwise.report.roofline import RooflineCase
+from meshwise.report.rule import RuleAnswer
 from meshwise.report.run import GenerateResult, RunResult
 from meshwise.report.sweep import Sweep as Sweep
 from meshwise.scoring.fitting import Refined
@@ -227,6 +228,16 @@ def roofline(
     flops_per_s: str | float | None = None,
     memory_bandwidth: str | float | None = None,
 ) -> RooflineCase: ...
+def rule(
+    name: str | None = None,
+    *,
+    on: str | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    values: str | Mapping[str, float] | None = None,
+    solve: str | None = None,
+    model: str | None = None,
+    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4", "mxfp4"] = "bf16",
+) -> RuleAnswer: ...
 def run_plan(
     plan: Plan | str | os.PathLike[str],
     *,

@@ -18,7 +18,8 @@ import meshwise.book
 from meshwise.core.dtypes import DType
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.network import make_group_link
-from meshwise.costs.roofline import parse_operation, rates_of
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import rates_of
 from meshwise.hardware import load_chip
 from meshwise.models import read_config
 

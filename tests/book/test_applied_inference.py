@@ -1,8 +1,10 @@
 """Chapter "Serving LLaMA 3-70B on TPUs": what is counted, what fits, and floors of prefill and decode."""
 
+import meshwise
 from meshwise.core.dtypes import DType
-from meshwise.costs import budgets
-from meshwise.costs.roofline import critical_size, parse_operation
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import critical_size
+from meshwise.costs.rules import find_rule
 from meshwise.hardware import load_chip, networks
 from meshwise.models import load_model
 from tests.book.book_rows import MATMUL, answered, check
@@ -16,12 +18,12 @@ LINEAR = {
 
 
 def per_dollar(row):
-    return budgets.flops_per_dollar(row.hardware["C_bf16"], row["usd_per_hour"])
+    return find_rule("flops-per-dollar").value(C=row.hardware["C_bf16"], price=row["usd_per_hour"])
 
 
 def best_per_dollar(row):
-    values = map(budgets.flops_per_dollar, row.hardware["C"], row["usd"])
-    return max(zip(values, row["names"], strict=True))[1]
+    chips = zip(row.hardware["C"], row["usd"], row["names"], strict=True)
+    return max((find_rule("flops-per-dollar").value(C=c, price=usd), name) for c, usd, name in chips)[1]
 
 
 def cache(row):
@@ -40,7 +42,8 @@ def cache_of_a_batch(row, sequences=1):
 
 def chips_for_a_batch(row):
     weights = row["params"] * FORMATS[row["bytes"]].bytes
-    return budgets.chips_to_hold(weights + cache_of_a_batch(row, row["batch"]), row.chip().hbm_capacity)
+    held = weights + cache_of_a_batch(row, row["batch"])
+    return find_rule("chips-to-hold").value(bytes=held, HBM=row.chip().hbm_capacity)
 
 
 def critical_batch(row):
@@ -54,9 +57,10 @@ def weights(row):
 
 def smallest_slice(row):
     """The smallest slice that exists and holds the weights; the book writes the long axis first."""
-    slices = networks()["v5e"]
-    chips = slices.counts_near(budgets.chips_to_hold(weights(row), row.chip().hbm_capacity) - 1)[-1]
-    return sorted(slices.shape_of(chips, load_chip("v5e")), reverse=True)
+    found = meshwise.rule(
+        "smallest-slice", on="v5e", values={"bytes": weights(row), "HBM": row.chip().hbm_capacity}
+    ).value
+    return sorted(networks()["v5e"].shape_of(int(found), load_chip("v5e")), reverse=True)
 
 
 def num_chips(row):
@@ -65,50 +69,40 @@ def num_chips(row):
 
 
 def sequences_that_fit(row):
-    return budgets.max_decode_batch(
-        row["params"],
-        cache(row).bytes_per_sequence(row["ctx"], FORMATS[row["bytes"]]),
-        row.chip().hbm_capacity,
-        num_chips=num_chips(row),
-        bytes_per_weight=row["bytes"],
+    return find_rule("decode-batch").value(
+        P=row["params"],
+        context=row["ctx"],
+        kv=cache(row).bytes_per_token(FORMATS[row["bytes"]]),
+        HBM=row.chip().hbm_capacity,
+        chips=num_chips(row),
+        w=row["bytes"],
     )
 
 
 def prefill(row):
-    return budgets.forward_time(
-        row["params"], row["tokens"], row.hardware["C_bf16"], mfu=row["mfu"], num_chips=row["chips"]
+    return find_rule("prefill-time").value(
+        P=row["params"], tokens=row["tokens"], C=row.hardware["C_bf16"], mfu=row["mfu"], chips=row["chips"]
     )
 
 
 def weights_read(row):
     """Question 3 serves in int8."""
-    return budgets.weights_read_time(
-        row["params"],
-        row.chip().hbm_bandwidth,
-        num_chips=row.inputs.get("chips", 1),
-        bytes_per_weight=row.inputs.get("bytes", 1),
+    return find_rule("weights-read").value(
+        P=row["params"],
+        W_hbm=row.chip().hbm_bandwidth,
+        chips=row.inputs.get("chips", 1),
+        w=row.inputs.get("bytes", 1),
     )
 
 
 def batch_within_the_limit(row):
     """The step grows with the batch: the last that is quick enough, and that fits."""
     chip = row.chip()
-    fits = budgets.max_decode_batch(
-        row["params"], row["kv_seq"], chip.hbm_capacity, num_chips=row["chips"], bytes_per_weight=1
-    )
-
-    def step(batch):
-        return budgets.decode_step_time(
-            batch,
-            row["params"],
-            row["kv_seq"],
-            flops_per_s=chip.peak(DType.BF16),
-            hbm_bandwidth=chip.hbm_bandwidth,
-            num_chips=row["chips"],
-            bytes_per_weight=1,
-        )
-
-    return max(batch for batch in range(1, fits + 1) if step(batch) <= row["limit_ms"] / 1e3)
+    how = {"P": row["params"], "context": 1, "kv": row["kv_seq"], "w": 1, "chips": row["chips"]}
+    fits = find_rule("decode-batch").value(HBM=chip.hbm_capacity, **how)
+    rates = {"C": chip.peak(DType.BF16), "W_hbm": chip.hbm_bandwidth}
+    limit = meshwise.rule("decode-step", values={**how, **rates, "t": row["limit_ms"] / 1e3}).value
+    return min(fits, int(limit))
 
 
 # Questions 1 and 3, where the book prints no answers: LLaMA-3-405B does 2 P FLOPs a token, 4.11 ms of one v5e, and in
@@ -134,15 +128,17 @@ ANSWERS = {
     "minslice.*_left": lambda row: num_chips(row) * row.chip().hbm_capacity - weights(row),
     "minslice.*_nkv*": sequences_that_fit,
     "prefill.time": prefill,
-    "prefill.finish": lambda row: budgets.ended_per_step(row["batch"], row["gen"]),
-    "prefill.evicted": lambda row: budgets.ended_per_step(row["batch"], row["gen"]) * (row["prefill"] + row["gen"]),
-    "prefill.ratio": lambda row: budgets.prefill_engines_for_one(
-        row["prefill_s"], row["step_s"], row["batch"], row["gen"]
+    "prefill.finish": lambda row: find_rule("ended-per-step").value(B=row["batch"], outputs=row["gen"]),
+    "prefill.evicted": lambda row: (
+        find_rule("ended-per-step").value(B=row["batch"], outputs=row["gen"]) * (row["prefill"] + row["gen"])
     ),
-    "q1.flops": lambda row: budgets.forward_flops(row["params"]),
-    "q1.flops_bound": lambda row: budgets.forward_time(row["params"], 1, row.hardware["C_bf16"]),
+    "prefill.ratio": lambda row: find_rule("prefill-engines").value(
+        t_prefill=row["prefill_s"], t_step=row["step_s"], B=row["batch"], outputs=row["gen"]
+    ),
+    "q1.flops": lambda row: find_rule("forward-flops").value(P=row["params"]),
+    "q1.flops_bound": lambda row: find_rule("prefill-time").value(P=row["params"], tokens=1, C=row.hardware["C_bf16"]),
     "q1.bw_bound": weights_read,
-    "q3.min_chips": lambda row: budgets.chips_to_hold(row["params"] * DType.INT8.bytes, row.chip().hbm_capacity),
+    "q3.min_chips": lambda row: find_rule("chips-to-hold").value(bytes=row["params"], HBM=row.chip().hbm_capacity),
     "q3.step_32": weights_read,
     "q3.min_step": weights_read,
     "q3.batch_64": batch_within_the_limit,

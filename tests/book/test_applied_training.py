@@ -1,6 +1,6 @@
 """Chapter "Training LLaMA 3 on TPUs"."""
 
-from meshwise.costs import budgets
+from meshwise.costs.rules import find_rule
 from meshwise.jobs import OPTIMIZERS, PRECISIONS
 from meshwise.models import load_model
 from tests.book.book_rows import answered, check
@@ -15,11 +15,11 @@ def parameters(row, *parts):
 
 
 def training_seconds(row, **where):
-    return budgets.training_time(row["params"], row["tokens"], row.hardware["C_bf16"], **where)
+    return find_rule("train-time").value(P=row["params"], tokens=row["tokens"], C=row.hardware["C_bf16"], **where)
 
 
 def on_a_pod(row):
-    return training_seconds(row, mfu=row["mfu"], num_chips=row["chips"])
+    return training_seconds(row, mfu=row["mfu"], chips=row["chips"])
 
 
 def weights(row):
@@ -31,23 +31,23 @@ def optimizer(row):
 
 
 def checkpoints(row):
-    return budgets.saved_activation_bytes(row["batch"], row["D"], row["L"], saved_per_layer=row["ckpt"])
+    return find_rule("saved-activations").value(tokens=row["batch"], D=row["D"], L=row["L"], arrays=row["ckpt"])
 
 
 def total(row):
-    state = budgets.training_state_bytes(row["params"])
+    state = find_rule("train-state").value(P=row["params"])
     assert state == weights(row) + optimizer(row)
     return state + checkpoints(row)
 
 
 def chips(row):
-    return budgets.chips_to_hold(total(row), row.chip().hbm_capacity)
+    return find_rule("chips-to-hold").value(bytes=total(row), HBM=row.chip().hbm_capacity)
 
 
 def days_on_fewer_chips(row):
     """The chips that do the work in the stated days on a pod, and fewer of them."""
-    flops_per_s = budgets.training_flops(70e9, 15e12) / (row["pod"] * row["days"] * 86400)
-    return budgets.training_time(70e9, 15e12, flops_per_s, num_chips=row["chips"])
+    flops_per_s = find_rule("train-flops").value(P=70e9, tokens=15e12) / (row["pod"] * row["days"] * 86400)
+    return find_rule("train-time").value(P=70e9, tokens=15e12, C=flops_per_s, chips=row["chips"])
 
 
 ANSWERS = {
@@ -56,10 +56,12 @@ ANSWERS = {
     "params.attn": lambda row: parameters(row, "attention"),
     "params.total": parameters,
     "params.ffw_share": lambda row: parameters(row, "mlp") / parameters(row),
-    "flops.per_token": lambda row: budgets.training_flops(row["params"]),
-    "flops.time_v5p": lambda row: budgets.training_time(row["params"], 1, row.hardware["C_bf16"]),
-    "flops.total": lambda row: budgets.training_flops(row["params"], row["tokens"]),
-    "flops.years": training_seconds,
+    "flops.per_token": lambda row: find_rule("train-flops").value(P=row["params"]),
+    "flops.time_v5p": lambda row: find_rule("train-time").value(
+        P=row["params"], tokens=1, C=row.hardware["C_bf16"], chips=1
+    ),
+    "flops.total": lambda row: find_rule("train-flops").value(P=row["params"], tokens=row["tokens"]),
+    "flops.years": lambda row: training_seconds(row, chips=1),
     "pod.seconds": on_a_pod,
     "pod.days": on_a_pod,
     "mem.weights": weights,

@@ -6,10 +6,11 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Tensor
-from meshwise.costs import rules
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link
-from meshwise.costs.roofline import parse_operation, roofline
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import roofline
+from meshwise.costs.rules import find_rule
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.sharding import Mesh
 from tests.book.book_rows import MATMUL, answered, catalog, check
@@ -116,11 +117,11 @@ def binding_level(row):
 
 
 def expert_width(row):
-    return rules.expert_parallel_critical_d_ff(row.hardware["C_bf16"], row.hardware["W_node"])
+    return find_rule("expert-width").value(C=row.hardware["C_bf16"], W_node=row.hardware["W_node"])
 
 
 def data_parallel(**how):
-    return rules.data_parallel_critical_tokens_per_chip(9.9e14, 4e11, **how)
+    return find_rule("fsdp-node").value(C=9.9e14, W_node=4e11, **how)
 
 
 def tokens(row):
@@ -166,16 +167,16 @@ ANSWERS = {
     # T = 4 B k D F / (Z C) against 4 B D / W x 8 k / Z: F = 8 C / W = 8 x 2475.
     "ep.Fcrit": expert_width,
     "ep.wide": lambda row: "yes" if row["F"] > expert_width(row) else "no",
-    "ep.exact_k": lambda row: rules.expert_traffic(row["k"], row["Z"]),
+    "ep.exact_k": lambda row: find_rule("expert-traffic").value(k=row["k"], Z=row["Z"]),
     "ds.batch": tokens,
-    "ds.per_gpu": lambda row: rules.tokens_per_chip(tokens(row), row["gpus"]),
+    "ds.per_gpu": lambda row: find_rule("tokens-per-chip").value(tokens=tokens(row), chips=row["gpus"]),
     "ds.gpus": lambda row: Mesh.of(row.inputs).num_devices,
-    "ds.two_way": lambda row: data_parallel() / data_parallel(num_groups=row["X"]),
+    "ds.two_way": lambda row: data_parallel() / data_parallel(X=row["X"]),
     "ds.ep_nodes": lambda row: parse_cluster(f"h100:{row['ep']}").num_hosts,
     "ll.gpus": lambda row: Mesh.of(row.inputs).num_devices,
-    "ll.per_gpu": lambda row: rules.tokens_per_chip(row["batch"], row["gpus"]),
+    "ll.per_gpu": lambda row: find_rule("tokens-per-chip").value(tokens=row["batch"], chips=row["gpus"]),
     # Eight ways of tensor parallelism fill a node, so that each pipeline stage is a node of its own.
-    "ll.pp_gain": lambda row: data_parallel() / data_parallel(model_parallel=8 * row["pp"], node_size=8),
+    "ll.pp_gain": lambda row: data_parallel() / data_parallel(split=8 * row["pp"], node=8),
 }
 
 INSIDE = "units inside a multiprocessor: chips enter as their data sheets' rates"

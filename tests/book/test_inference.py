@@ -4,9 +4,10 @@ import math
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Tensor
-from meshwise.costs import budgets, rules
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.roofline import critical_size, parse_operation, roofline
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import critical_size, roofline
+from meshwise.costs.rules import find_rule
 from meshwise.jobs import ServingLoad
 from meshwise.models import CacheKind, KVCache, load_model
 from meshwise.sharding import CollectiveKind
@@ -47,21 +48,21 @@ def cache_of(bytes_per_token):
 
 def decode_step(row):
     chip = row.chip()
-    cache = cache_of(row["kv_per_token"]).bytes_per_sequence(row["ctx"], INT8)
-    return budgets.decode_step_time(
-        row["batch"],
-        row["params"],
-        cache,
-        flops_per_s=chip.peak(BF16),
-        hbm_bandwidth=chip.hbm_bandwidth,
-        num_chips=row["chips"],
-        bytes_per_weight=INT8.bytes,
+    return find_rule("decode-step").value(
+        B=row["batch"],
+        P=row["params"],
+        context=row["ctx"],
+        kv=cache_of(row["kv_per_token"]).bytes_per_token(INT8),
+        C=chip.peak(BF16),
+        W_hbm=chip.hbm_bandwidth,
+        chips=row["chips"],
+        w=INT8.bytes,
     )
 
 
 def matmuls_of_the_step(row):
     chip = row.chip()
-    critical = rules.critical_batch_tokens(chip.peak(BF16), chip.hbm_bandwidth, bytes_per_weight=INT8.bytes)
+    critical = find_rule("critical-batch").value(C=chip.peak(BF16), W_hbm=chip.hbm_bandwidth, w=INT8.bytes)
     return "compute-bound" if row["batch"] > critical else "memory-bound"
 
 
@@ -88,7 +89,7 @@ def fsdp_decode(row):
     """Gathering a layer's weights, as FSDP would in every step, beside reading this chip's sixteenth of them."""
     chip = row.chip()
     gather = collective_time(CollectiveKind.ALL_GATHER, row["weight_bytes"], torus(chip, 16))
-    read = budgets.weights_read_time(row["weight_bytes"], chip.hbm_bandwidth, num_chips=16, bytes_per_weight=INT8.bytes)
+    read = find_rule("weights-read").value(P=row["weight_bytes"], W_hbm=chip.hbm_bandwidth, chips=16, w=INT8.bytes)
     return "yes" if gather < read else "no"
 
 
@@ -99,21 +100,19 @@ def invented(row, **changes):
 
 def largest_batch(row):
     model = invented(row)
-    return budgets.max_decode_batch(
-        model.parameters.total,
-        model.kv_cache.bytes_per_sequence(row["ctx"], INT8),
-        row.chip().hbm_capacity,
-        num_chips=row["chips"],
-        bytes_per_weight=INT8.bytes,
+    return find_rule("decode-batch").value(
+        P=model.parameters.total,
+        context=row["ctx"],
+        kv=model.kv_cache.bytes_per_token(INT8),
+        HBM=row.chip().hbm_capacity,
+        chips=row["chips"],
+        w=INT8.bytes,
     )
 
 
 def load_weights(row):
-    return budgets.weights_read_time(
-        invented(row).parameters.total,
-        row.chip().hbm_bandwidth,
-        num_chips=row["chips"],
-        bytes_per_weight=INT8.bytes,
+    return find_rule("weights-read").value(
+        P=invented(row).parameters.total, W_hbm=row.chip().hbm_bandwidth, chips=row["chips"], w=INT8.bytes
     )
 
 
@@ -124,20 +123,18 @@ def growth(row):
 
 def sparse_critical_batch(row):
     rates = row.rates()
-    return rules.critical_batch_tokens(
-        rates.flops_per_s, rates.bandwidth, num_experts=row["E"], experts_per_token=row["k"]
-    )
+    return find_rule("critical-batch").value(C=rates.flops_per_s, W_hbm=rates.bandwidth, E=row["E"], k=row["k"])
 
 
 def weights_floor(row):
-    return budgets.weights_read_time(
-        row["params"], row.chip().hbm_bandwidth, num_chips=row["chips"], bytes_per_weight=row["bytes"]
+    return find_rule("weights-read").value(
+        P=row["params"], W_hbm=row.chip().hbm_bandwidth, chips=row["chips"], w=row["bytes"]
     )
 
 
 def latency_bound_bytes(row, shards):
     chip = row.chip()
-    return rules.collective_latency_bound_bytes(shards, chip.link_bandwidth_one_way, chip.hop_latency)
+    return find_rule("latency-bound").value(n=shards, W_link=chip.link_bandwidth_one_way, hop=chip.hop_latency)
 
 
 def activations(row):
@@ -183,11 +180,11 @@ ANSWERS = {
     "m13.bw8": lambda row: row["chips"] * row.chip().hbm_bandwidth,
     "m13.flops8": lambda row: row["chips"] * row.chip().peak(BF16),
     # 10 bytes a parameter are 130 GB, which chapter 5 says too; "100 GB" is its order of magnitude.
-    "m13.train_state": lambda row: budgets.training_state_bytes(row["params"]),
-    "shard.tp_prefill": lambda row: 1 / rules.tensor_parallel_limit(1, row.rates().flops_per_s, row.bandwidth),
+    "m13.train_state": lambda row: find_rule("train-state").value(P=row["params"]),
+    "shard.tp_prefill": lambda row: 1 / find_rule("tensor").value(F=1, C=row.rates().flops_per_s, W=row.bandwidth),
     "shard.fsdp_decode": fsdp_decode,
     "shard.beta": hbm_over_ici,
-    "shard.Y64": lambda row: rules.decode_tensor_parallel_limit(row["F"], row["B"], row["beta"]),
+    "shard.Y64": lambda row: find_rule("decode-tensor").value(F=row["F"], B=row["B"], W_hbm=row["beta"], W=1),
     "q1.params": lambda row: invented(row).parameters.total,
     "q1.kv*": cache_per_token,
     "q2.per_seq": lambda row: invented(row).kv_cache.bytes_per_sequence(row["ctx"], INT8),
@@ -198,7 +195,7 @@ ANSWERS = {
     "q5.active": lambda row: invented(row).parameters.active,
     "q5.Bcrit": sparse_critical_batch,
     "q5.kv": cache_per_token,
-    "q5.flops": lambda row: budgets.forward_flops(invented(row).parameters.active, row["T"]),
+    "q5.flops": lambda row: find_rule("forward-flops").value(P=invented(row).parameters.active, tokens=row["T"]),
     "appA.floor": weights_floor,
     "appA.params": lambda row: 2 * Tensor("w", ("D", "F")).elements(row.sizes),
     "appC.buffer": lambda row: latency_bound_bytes(row, row["shards"]),

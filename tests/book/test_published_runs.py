@@ -6,7 +6,7 @@ What was published, what the chapter says of it, and what meshwise makes of the 
 import pytest
 
 import meshwise
-from meshwise.costs import rules
+from meshwise.costs.rules import find_rule
 
 #: DeepSeek-V3 technical report: 2.664M H800 hours for 14.8T tokens, batches of 15,360 sequences of 4,096.
 DEEPSEEK = {"on": "h800:2048", "batch_tokens": 15360 * 4096, "seq_len": 4096, "precision": "fp8-block"}
@@ -23,7 +23,7 @@ LLAMA = (
 )
 
 #: C and W of an H100 as the chapter rounds them.
-H100 = (9.9e14, 4e11)
+H100 = {"C": 9.9e14, "W_node": 4e11}
 #: Rows of Megatron-LM's table of hyperparameters: parameters, chips, sequences, ways of tensor x pipeline.
 MEGATRON = {"16B": (192, 192, 1), "70B": (768, 384, 16), "314B": (3072, 1536, 64)}
 
@@ -71,9 +71,7 @@ def test_deepseek_v3_as_it_was_trained_is_near_the_best_of_all(deepseek):
 
 def test_reduction_over_two_replicas_needs_half_the_batch(deepseek):
     """Two-way data parallelism at the spine: 2 / (2 - 1) times the bandwidth, and it is next to nothing of the step."""
-    assert rules.data_parallel_critical_tokens_per_chip(*H100, num_groups=2) == pytest.approx(
-        rules.data_parallel_critical_tokens_per_chip(*H100) / 2
-    )
+    assert find_rule("fsdp-node").value(**H100, X=2) == pytest.approx(find_rule("fsdp-node").value(**H100) / 2)
     assert deepseek.estimate.terms["data"] < 0.01 * deepseek.estimate.step_time.expected
 
 
@@ -98,13 +96,13 @@ def test_llama_3_405b_reaches_what_was_published(chips, layout, seq_len, mfu):
 @pytest.mark.parametrize("row", MEGATRON)
 def test_rows_of_megatron_lm_are_compute_bound_with_their_model_parallelism(row):
     chips, sequences, ways = MEGATRON[row]
-    tokens = rules.tokens_per_chip(sequences * 4096, chips)
-    need = rules.data_parallel_critical_tokens_per_chip(*H100, model_parallel=ways, node_size=8)
+    tokens = find_rule("tokens-per-chip").value(tokens=sequences * 4096, chips=chips)
+    need = find_rule("fsdp-node").value(**H100, split=ways)
     assert tokens > need
 
 
 def test_rows_of_megatron_lm_that_would_be_bound_by_communication():
     """2,048 tokens a chip are too few for data parallelism alone: 70B and 314B, not 16B."""
-    alone = rules.data_parallel_critical_tokens_per_chip(*H100)
+    alone = find_rule("fsdp-node").value(**H100)
     short = {row for row, (chips, sequences, _) in MEGATRON.items() if sequences * 4096 / chips < alone}
     assert short == {"70B", "314B"}

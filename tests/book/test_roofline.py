@@ -6,9 +6,10 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Tensor
-from meshwise.costs import rules
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.roofline import critical_size, parse_operation, rates_of, roofline
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import critical_size, rates_of, roofline
+from meshwise.costs.rules import find_rule
 from meshwise.hardware import load_chip
 from meshwise.sharding import CollectiveKind, Mesh, parse_tensor
 from tests.book.book_rows import MATMUL, answered, check, torus
@@ -27,8 +28,8 @@ def compute_time(row):
 def critical_batch(row):
     batch = critical_size(WEIGHTS[row["bytes_per_weight"]], "B", {}, row.rates().ridge)
     chip = row.chip()
-    rule = rules.critical_batch_tokens(
-        chip.peak(DType.BF16), chip.hbm_bandwidth, bytes_per_weight=row["bytes_per_weight"]
+    rule = find_rule("critical-batch").value(
+        C=chip.peak(DType.BF16), W_hbm=chip.hbm_bandwidth, w=row["bytes_per_weight"]
     )
     assert batch == pytest.approx(rule)
     return batch
@@ -55,13 +56,11 @@ def tokens_per_device(row):
 
 
 def network_ridge(row):
-    return rules.ridge_point(row.hardware["C_bf16"], row.hardware["W_net"])
+    return find_rule("ridge").value(C=row.hardware["C_bf16"], W_hbm=row.hardware["W_net"])
 
 
 def two_chips(row):
-    return rules.critical_contraction_over_two_chips(
-        row.hardware["C_bf16"], row.hardware["W_net"], bytes_per_value=row["bytes"]
-    )
+    return find_rule("two-chips").value(C=row.hardware["C_bf16"], W_link=row.hardware["W_net"], b=row["bytes"])
 
 
 def two_chips_verdict(row):

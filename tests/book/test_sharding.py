@@ -9,7 +9,8 @@ from meshwise.core.errors import ShardingError
 from meshwise.costs.collectives import collective_time, latency, scheduled_time, wire_time
 from meshwise.costs.fabric import Fabric, collective_bytes
 from meshwise.costs.network import make_group_link
-from meshwise.costs.roofline import parse_operation, rates_of, roofline
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import rates_of, roofline
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind, Mesh, Sharding, alternatives
 from tests.book.book_rows import answered, check

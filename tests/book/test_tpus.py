@@ -5,10 +5,10 @@ import math
 import pytest
 
 from meshwise.core.dtypes import DType
-from meshwise.costs import rules
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link
-from meshwise.costs.roofline import parse_operation
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.rules import find_rule
 from meshwise.hardware import SliceRules, chips, load_chip, networks, parse_cluster
 from tests.book.book_rows import answered, check, rows
 
@@ -58,9 +58,7 @@ def largest_slice(row):
 
 def ici_ridge(row):
     assert named(row).link_bandwidth_one_way * 2 == row.hardware["W_ici_bidi"]
-    return rules.data_parallel_critical_tokens_per_chip(
-        row.hardware["C_bf16"], row.hardware["W_ici_bidi"], num_axes=row["axes"]
-    )
+    return find_rule("fsdp").value(C=row.hardware["C_bf16"], W=row.hardware["W_ici_bidi"], axes=row["axes"])
 
 
 def host_link(row):

@@ -1,7 +1,7 @@
 """Chapter "How to Parallelize a Transformer for Training". Its B counts tokens."""
 
 from meshwise.core.dtypes import DType
-from meshwise.costs import budgets, rules
+from meshwise.costs.rules import find_rule
 from meshwise.hardware import load_chip, networks
 from tests.book.book_rows import answered, check
 
@@ -12,11 +12,11 @@ def flops_per_s(row):
 
 
 def data_parallel(row):
-    return rules.data_parallel_critical_tokens_per_chip(flops_per_s(row), row.bandwidth, num_axes=row["axes"])
+    return find_rule("fsdp").value(C=flops_per_s(row), W=row.bandwidth, axes=row["axes"])
 
 
 def data_parallel_chips(row):
-    return rules.data_parallel_max_chips(row["batch"], data_parallel(row))
+    return row["batch"] / data_parallel(row)
 
 
 def in_pods(row):
@@ -26,16 +26,19 @@ def in_pods(row):
 
 
 def days(row):
-    return budgets.training_time(row["params"], row["tokens"], flops_per_s(row), mfu=row["mfu"], num_chips=row["chips"])
+    return find_rule("train-time").value(
+        P=row["params"], tokens=row["tokens"], C=flops_per_s(row), mfu=row["mfu"], chips=row["chips"]
+    )
 
 
 def tensor_parallel_limit(row):
-    return rules.tensor_parallel_limit(row["F"], flops_per_s(row), row.bandwidth, num_axes=row.inputs.get("axes", 1))
+    axes = row.inputs.get("axes", 1)
+    return find_rule("tensor").value(F=row["F"], C=flops_per_s(row), W=row.bandwidth, axes=axes)
 
 
 def d_ff_for(row):
     """The limit grows in proportion to F."""
-    return row["Y"] / rules.tensor_parallel_limit(1, flops_per_s(row), row.bandwidth)
+    return row["Y"] / find_rule("tensor").value(F=1, C=flops_per_s(row), W=row.bandwidth)
 
 
 def verdict(enough):
@@ -43,17 +46,16 @@ def verdict(enough):
 
 
 def fsdp_optimum(row):
-    return rules.mixed_fsdp_optimum(
-        row.inputs.get("B", row.inputs.get("batch")),
-        row["F"],
-        row["N"],
-        fsdp_axes=row["MX"],
-        tensor_axes=row["MY"],
-    )
+    return find_rule("mixed-ways").value(**mix(row))
+
+
+def mix(row):
+    tokens = row.inputs.get("B", row.inputs.get("batch"))
+    return {"tokens": tokens, "F": row["F"], "chips": row["N"], "MX": row["MX"], "MY": row["MY"]}
 
 
 def split(row):
-    return "x".join(map(str, rules.power_of_two_split(row["N"], fsdp_optimum(row))))
+    return find_rule("mixed-split").text(**mix(row))
 
 
 def mixed(row):
@@ -61,7 +63,7 @@ def mixed(row):
     both = row.inputs.get("MXMY") or row["MX"] * row["MY"]
     alpha = row.hardware.get("alpha")
     rates = (alpha, 1) if alpha else (flops_per_s(row), row.bandwidth)
-    return rules.mixed_critical_tokens_per_chip(row["F"], *rates, fsdp_axes=both)
+    return find_rule("mixed").value(F=row["F"], C=rates[0], W=rates[1], MX=both)
 
 
 def gain_of_mixing(row):
@@ -69,12 +71,12 @@ def gain_of_mixing(row):
 
 
 def chips_of_the_mix(row):
-    return rules.data_parallel_max_chips(row["batch"], mixed(row))
+    return row["batch"] / mixed(row)
 
 
 def slices(row):
     assert networks()["v5p"].dcn_bandwidth_per_chip_one_way == row.hardware["W_dcn"]
-    return verdict(row["per_pod"] > rules.hybrid_critical_tokens_per_slice(flops_per_s(row), row.hardware["W_dcn"]))
+    return verdict(row["per_pod"] > find_rule("dcn").value(C=flops_per_s(row), W_dcn=row.hardware["W_dcn"]))
 
 
 def parameters(row, *parts):
@@ -104,7 +106,7 @@ ANSWERS = {
     "llama2M.fsdp_chips": data_parallel_chips,
     "llama2M.mixed_threshold": mixed,
     "llama2M.mixed_chips*": chips_of_the_mix,
-    "llama2M.per_chip": lambda row: rules.tokens_per_chip(row["batch"], row["chips"]),
+    "llama2M.per_chip": lambda row: find_rule("tokens-per-chip").value(tokens=row["batch"], chips=row["chips"]),
     "llama2M.dcn_ok": slices,
     "llama2M.ici_ok": lambda row: verdict(row["per_chip"] > mixed(row)),
     "llama2M.split1M": split,
@@ -125,6 +127,6 @@ def test_precision_does_not_move_the_limit_of_tensor_parallelism():
     """The book: int8 doubles C / W, and halves the bytes of the activations that travel."""
     chip = load_chip("v5p")
     bandwidth = 2 * chip.link_bandwidth_one_way
-    bf16 = rules.tensor_parallel_limit(28672, chip.peak(DType.BF16), bandwidth)
-    int8 = rules.tensor_parallel_limit(28672, chip.peak(DType.INT8), bandwidth, bytes_per_value=1)
+    bf16 = find_rule("tensor").value(F=28672, C=chip.peak(DType.BF16), W=bandwidth)
+    int8 = find_rule("tensor").value(F=28672, C=chip.peak(DType.INT8), W=bandwidth, b=1)
     assert bf16 == int8

@@ -4,8 +4,8 @@ import pytest
 
 from meshwise.core.backward import backward
 from meshwise.core.tensors import Attention, Block, Einsum
-from meshwise.costs import budgets
-from meshwise.costs.roofline import parse_operation
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.rules import find_rule
 from meshwise.models import load_model
 from tests.book.book_rows import answered, check, decoder
 
@@ -65,12 +65,14 @@ def norms_per_layer(row):
 def vocabulary_table(row):
     """The book's table has 12 B T D V FLOPs for the vocabulary; its text, and this model, 6: a lookup has none."""
     parameters = row.model.parameters.by_part["head"]
-    return training_flops(row, ("lm_head",), "head") / budgets.training_flops(parameters, row["B"] * row["T"])
+    return training_flops(row, ("lm_head",), "head") / find_rule("train-flops").value(
+        P=parameters, tokens=row["B"] * row["T"]
+    )
 
 
 def saved(row):
-    return budgets.saved_activation_bytes(
-        row["tokens"], row["D"], row["L"], saved_per_layer=row["per_layer"], bytes_per_value=row["bytes"]
+    return find_rule("saved-activations").value(
+        tokens=row["tokens"], D=row["D"], L=row["L"], arrays=row["per_layer"], b=row["bytes"]
     )
 
 
@@ -129,4 +131,4 @@ def test_a_whole_model_counts_as_six_flops_per_parameter_and_token():
     """The book's rule for training FLOPs, up to attention and the lookup of embeddings."""
     model = load_model("llama-3-70b")
     matmuls = model.parameters.total - model.parameters.by_part["embedding"]
-    assert model.train_flops_per_token(128) == pytest.approx(budgets.training_flops(matmuls), rel=0.005)
+    assert model.train_flops_per_token(128) == pytest.approx(find_rule("train-flops").value(P=matmuls), rel=0.005)

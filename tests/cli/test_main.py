@@ -73,6 +73,7 @@ WORKING = {
         "fsdp=2,remat=full",
     ],
     "profile": [str(Path(__file__).parents[1] / "data" / "traces" / "sglang_decode.json.gz")],
+    "rule": ["critical-batch", "--on", "v5e", "--set", "w=1"],
     "score": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
     "calibrate": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
     "book": ["roofline.q2", "--set", "W_hbm=1.6e12"],

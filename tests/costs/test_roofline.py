@@ -9,17 +9,16 @@ from hypothesis import strategies as st
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, NotationError
 from meshwise.core.tensors import Attention, Tensor
+from meshwise.costs.operation import parse_operation, write_operation
 from meshwise.costs.roofline import (
     Memory,
     Rates,
     bytes_per_flop,
     compute_dtype,
     critical_size,
-    parse_operation,
     rates_of,
     roofline,
     tile_padding,
-    write_operation,
 )
 from meshwise.hardware import load_chip
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwise.book.problems import Method
+from meshwise.book.problems import Method, by_rule
 from meshwise.book.training import VERDICT
 
 #: Tokens a GPU from which data parallelism across nodes is bound by arithmetic.
-_NODE = "C_bf16/W_node"
+_NODE = by_rule("fsdp-node", C="C_bf16", node=1)
 #: The same where a model is split over `mp` GPUs: only the nodes that it spans count.
-_SPLIT = f"{_NODE} / max(1, mp/node)"
+_SPLIT = by_rule("fsdp-node", C="C_bf16", split="mp", node="node")
+
+_RUN = by_rule("train-time", P="params", chips="gpus", C="C_bf16", mfu="mfu")
+_SWITCHES = by_rule("switch-rate", switches="switches", W_port="gbit/8*1e9")
 
 METHODS: Mapping[str, Method] = {
     "chip.*_tc": "C_bf16 / (sms*tc*clock)",
@@ -40,17 +43,17 @@ METHODS: Mapping[str, Method] = {
     "q7.ridge": "vec / W",
     "q7.t_*": "12*N / W",
     "q7.slowdown": "sms*per_sm / cores",
-    "nvlink.switch": "switches*ports*GBps*1e9",
+    "nvlink.switch": by_rule("switch-rate", switches="switches", W_port="GBps*1e9"),
     "nvlink.*": "links*GBps_per_link*1e9",
-    "n1.node_bw": "min(switches*ports*GBps, gpus*gpu_GBps)*1e9",
+    "n1.node_bw": by_rule("node-rate", switches="switches", W_port="GBps*1e9", n="gpus", W="gpu_GBps*1e9"),
     "n2.bisection": "gpus*gpu_GBps*1e9",
     "n3.bytes": "D*F*bytes",
-    "n3.time": "(N - 1)/N * D*F*bytes / W_gpu",
+    "n3.time": by_rule("all-gather-node", n="N", bytes="D*F*bytes", W="W_gpu"),
     "n3.approx*": "D*F*bytes / W_gpu",
     "pod.switches": "nodes*nvs + leaf + spine",
     "pod.leaf_bw": "nodes*links*gbit/8*1e9",
-    "pod.spine_bw": "switches*ports*gbit/8*1e9",
-    "pod.leaf_switch_bw": "switches*ports*gbit/8*1e9",
+    "pod.spine_bw": _SWITCHES,
+    "pod.leaf_switch_bw": _SWITCHES,
     "pod.per_gpu": "gbit/8*1e9",
     "pod.per_gpu_spine.jan26": "switches*ports*gbit/8*1e9 / gpus",
     "pod.tpu_egress": "links*GBps*1e9",
@@ -59,14 +62,14 @@ METHODS: Mapping[str, Method] = {
     "pod.coll_identity": "2*bisection*1e9 / N",
     "f1.node": "links*gbit/8*1e9",
     "f1.leaf_expr": "ports*gbit/8*1e9",
-    "f1.su_spine": "leaf*spine*cables*gbit/8*1e9",
+    "f1.su_spine": by_rule("level-rate", below="leaf", above="spine", uplinks="cables", W_port="gbit/8*1e9"),
     "f1.per_node": "spine_TB*1e12 / nodes",
     "f2.spines_2048": "gpus/su*leaf*up / ports",
     "f2.spines_4096": "gpus/su*leaf*up / down",
     "f2.core_4096": "spines*up / ports",
     "c1.approx": "bytes*B*F / W_gpu",
-    "c1.exact": "(N - 1)/N * bytes*B*F / W_gpu",
-    "c2.dense": "V*(N - 1) / (N**2*W_gpu)",
+    "c1.exact": by_rule("all-gather-node", n="N", bytes="bytes*B*F", W="W_gpu"),
+    "c2.dense": by_rule("all-to-all-node", bytes="V", n="N", W="W_gpu"),
     "c2.sparse": "min(k/N, 1)",
     "c2.vs_tpu": "(1/N) / (1/4)",
     "c3.inner8": "(nodes - 1)/nodes * 2*D*F / W_node",
@@ -96,16 +99,16 @@ METHODS: Mapping[str, Method] = {
     "dp.dsv3": "C_bf16 / W",
     "dp.dsv3_batch": "gpus * C_bf16/W",
     "dp.dsv3_used": "seqs*seq",
-    "dp.moe": f"{_NODE} * E/k",
-    "dp.two_node": f"{_NODE} * (X - 1)/X",
+    "dp.moe": by_rule("fsdp-node", C="C_bf16", node=1, E="E", k="k"),
+    "dp.two_node": by_rule("fsdp-node", C="C_bf16", node=1, X="X"),
     "dp.b200_takeaway": _NODE,
-    "tp.ways": f"F / ({_NODE})",
+    "tp.ways": by_rule("tensor", C="C_bf16", W="W_node"),
     # Only the other node's activations travel: (Y - node)/Y of them.
-    "tp.two_node": f"F/({_NODE}) + node",
+    "tp.two_node": by_rule("tensor-node", C="C_bf16", node="node"),
     "pp.factor": "(N_MB + N_stages - 2) / N_MB",
-    "ep.Fcrit": f"8 * {_NODE}",
+    "ep.Fcrit": by_rule("expert-width", C="C_bf16", node=8),
     "ep.wide": f"'yes' if F > 8*{_NODE} else 'no'",
-    "ep.exact_k": "(1 - ((Z - 1)/Z)**k) * (Z - 1)/Z",
+    "ep.exact_k": by_rule("expert-traffic", k="k"),
     "ds.batch": "seqs*seq",
     "ds.per_gpu": "seqs*seq / gpus",
     "ds.gpus": "ep*pp*dp",
@@ -120,11 +123,11 @@ METHODS: Mapping[str, Method] = {
     "r1.nvl72": _NODE,
     "r1.nvl72_gain": "h100 / (C/W)",
     "r1.nvl72_bound": f"'node' if C_bf16/W_gpu > {_NODE} else 'scale-out'",
-    "r2.state": "10*params",
+    "r2.state": by_rule("train-state", P="params"),
     "r2.min_gpus": "ceil(10*params / HBM)",
     "r2.rate": "gpus*C_bf16*mfu",
-    "r2.seconds": "6*params*tokens / (gpus*C_bf16*mfu)",
-    "r2.days*": "6*params*tokens / (gpus*C_bf16*mfu)",
+    "r2.seconds": _RUN,
+    "r2.days*": _RUN,
     "r2.tp_limit": "F / (C_bf16/W_gpu)",
     "r2.tp_choice": "2**floor(log2(min(F/(C_bf16/W_gpu), node)))",
     "r2.dp_mem": "10*params / tp",

@@ -6,21 +6,21 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwise.book.problems import Derivation, Method
+from meshwise.book.problems import Derivation, Method, by_rule
 from meshwise.book.sharding import closes
 from meshwise.core.formula import Formula
 from meshwise.hardware import SliceRules, load_chip, networks
 
 #: Parameters of the chapter's models: the invented one has its head in its embedding.
-_LLAMA = "3*D*F*L + 2*D*(N + K)*H*L + 2*V*D"
+_LLAMA = by_rule("parameters")
 _INVENTED = "L*D*(3*F + 2*H*(N + K)) + D*V"
 _MOE = "L*D*(3*E*F + 2*H*(N + K)) + D*V"
 _ACTIVE = "L*D*(3*k*F + 2*H*(N + K)) + D*V"
 
 _CACHE = "batch*2*kv_bytes*H*K*L*T"
 #: One token of each sequence: every cache and the weights are read, or the matmuls take longer.
-_STEP = f"cache = {_CACHE}; cache/(chips*W_hbm) + max(2*batch*params/(chips*C_bf16), params*param_bytes/(chips*W_hbm))"
-_TIME = _STEP.replace("; cache/", "; step = cache/")
+_LETTERS: dict[str, str | float] = {"P": "params", "C": "C_bf16", "chips": "chips", "B": "batch"}
+_STEP = by_rule("decode-step", **_LETTERS, context="T", kv="2*kv_bytes*H*K*L", w="param_bytes")
 
 
 def smallest_slice(num_bytes: float, chip_bytes: float, chip: str = "v5e") -> str:
@@ -60,18 +60,16 @@ def split_of_caches(values: Mapping[str, Any]) -> Derivation:
 
 
 METHODS: Mapping[str, Method] = {
-    "linear.Bcrit": "C_bf16 / W_hbm",
-    "linear.Bcrit_int8w": "C_bf16/W_hbm / 2",
-    "linear.Bcrit_int8": "C_int8/W_hbm / 2",
-    "linear.Bcrit_h100": "C_bf16 / W_hbm",
+    "linear.Bcrit": by_rule("critical-batch", C="C_bf16"),
+    "linear.Bcrit_int8w": by_rule("critical-batch", C="C_bf16", w=1),
+    "linear.Bcrit_int8": by_rule("critical-batch", C="C_int8", w=1),
+    "linear.Bcrit_h100": by_rule("critical-batch", C="C_bf16"),
     "attn.prefill_intensity": "S*T / (S + T)",
     "attn.prefill_T": "2*C_bf16/W_hbm",
     "attn.decode_intensity": "S*T / (S + T)",
     "attn.decode_verdict": "'compute-bound' if S*T/(S + T) > C_bf16/W_hbm else 'memory-bound'",
     "pq.kv": "ctx*kv_per_token",
-    "pq.b*": (
-        "cache = batch*ctx*kv_per_token; cache/(chips*W_hbm) + max(2*batch*params/(chips*C_bf16), params/(chips*W_hbm))"
-    ),
+    "pq.b*": by_rule("decode-step", **_LETTERS, context="ctx", kv="kv_per_token", w=1),
     "pq.b256_mlp": "'compute-bound' if 2*batch*params/C_bf16 > params/W_hbm else 'memory-bound'",
     "m13.ffw": "3*D*F*L",
     "m13.vocab": "2*V*D",
@@ -85,26 +83,26 @@ METHODS: Mapping[str, Method] = {
     "m13.hbm8": "chips*HBM",
     "m13.bw8": "chips*W_hbm",
     "m13.flops8": "chips*C_bf16",
-    "m13.train_state": "bytes_per_param*params",
-    "shard.tp_prefill": "C_bf16 / W_ici_bidi",
+    "m13.train_state": by_rule("train-state", P="params", w="bytes_per_param", state=0),
+    "shard.tp_prefill": by_rule("ridge", C="C_bf16", W_hbm="W_ici_bidi"),
     # On sixteen chips.
     "shard.fsdp_decode": "'yes' if weight_bytes/W_ici_bidi < weight_bytes/(16*W_hbm) else 'no'",
     "shard.beta": "W_hbm / W_ici_bidi",
-    "shard.Y64": "F / (B*beta)",
+    "shard.Y64": by_rule("decode-tensor", W=1, W_hbm="beta"),
     "q1.params": _INVENTED,
-    "q1.kv*": "2*L*K*H",
+    "q1.kv*": by_rule("kv-bytes", b=1),
     "q2.per_seq": "2*L*K*H*ctx",
-    "q2.batch*": f"floor((chips*HBM - ({_INVENTED})) / (2*L*K*H*ctx))",
-    "q3.load*": f"({_INVENTED}) / (chips*W_hbm)",
+    "q2.batch*": by_rule("decode-batch", chips="chips", P=_INVENTED, w=1, context="ctx", kv="2*L*K*H"),
+    "q3.load*": by_rule("weights-read", P=_INVENTED, w=1, chips="chips"),
     "q5.total": _MOE,
     "q5.growth": f"({_MOE}) / ({_INVENTED})",
     "q5.active": _ACTIVE,
-    "q5.Bcrit": "C_bf16/W_hbm * E/k",
-    "q5.kv": "2*L*K*H",
+    "q5.Bcrit": by_rule("critical-batch", C="C_bf16", E="E", k="k"),
+    "q5.kv": by_rule("kv-bytes", b=1),
     "q5.flops": f"2*T*({_ACTIVE})",
-    "appA.floor": "bytes*params / (chips*W_hbm)",
+    "appA.floor": by_rule("weights-read", P="params", w="bytes", chips="chips"),
     "appA.params": "2*D*F",
-    "appC.buffer": "shards*hop_us*1e-6*W_ici_uni",
+    "appC.buffer": by_rule("latency-bound", n="shards", hop="hop_us*1e-6", W_link="W_ici_uni"),
     "appC.act": "B*D",
     "appC.verdict": "'latency-bound' if B*D < shards*1e-6*W_ici_uni else 'bandwidth-bound'",
     "appC.Ylimit": "B*D / (1e-6*W_ici_uni)",
@@ -113,16 +111,15 @@ METHODS: Mapping[str, Method] = {
     "table_*.kv_*": _CACHE,
     "table_*.mem_*": f"{_CACHE} + params*param_bytes",
     "table_*.step_*": _STEP,
-    "table_*.tput_*": f"{_TIME}; batch / step",
+    "table_*.tput_*": f"step = {_STEP}; batch / step",
     "q4.wrap": closes,
     "q4.tp_limit": "2 * axes*F*W_ici_bidi/C_int8",
     "q4.decode_tp": "F*W_ici_bidi / (Y*W_hbm)",
     "q4.kv_shard": split_of_caches,
-    "q4.step": (
-        f"params = {_INVENTED}; "
-        "batch*2*L*K*H*ctx/(chips*W_hbm) + max(2*batch*params/(chips*C_int8), params/(chips*W_hbm))"
+    "q4.step": by_rule(
+        "decode-step", P=_INVENTED, C="C_int8", chips="chips", B="batch", context="ctx", kv="2*L*K*H", w=1
     ),
-    "q6.load": f"({_MOE}) / (chips*W_hbm)",
+    "q6.load": by_rule("weights-read", P=_MOE, w=1, chips="chips"),
     "q6.free": f"HBM - ({_MOE})/chips",
     "q6.min_slice": slice_for(_MOE),
     # 2/W (B D/X + 2 B F X/N) is least at X = sqrt(N D / 2 F): 4 sqrt(2 F/D) B D / (sqrt(N) W).

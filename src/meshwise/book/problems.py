@@ -22,6 +22,7 @@ from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
 from meshwise.core.units import parse_count
+from meshwise.costs.rules import find_rule
 
 #: Chapters in the book's order -> the page, and the title.
 CHAPTERS: Mapping[str, tuple[str, str]] = {
@@ -127,6 +128,15 @@ class Derivation:
 
 #: How a problem is answered: a formula over its values, or a function of them.
 Method = str | Callable[[Mapping[str, Any]], Derivation]
+
+
+def by_rule(name: str, /, **letters: str | float) -> str:
+    """The formula of a rule in a question's own letters; letters that it does not name have their defaults.
+
+    >>> by_rule("critical-batch", C="C_bf16", w="bytes_per_weight")
+    'C_bf16 / W_hbm * bytes_per_weight / 2'
+    """
+    return find_rule(name).put(**letters)
 
 
 @dataclass(frozen=True, repr=False)

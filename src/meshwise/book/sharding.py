@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.book.problems import Derivation, Method
+from meshwise.book.problems import Derivation, Method, by_rule
 from meshwise.core.errors import ShardingError
 from meshwise.hardware import Torus, parse_cluster
 from meshwise.sharding import CollectiveKind, Indices, Mesh, Sharding, alternatives, book_case
@@ -128,13 +128,13 @@ METHODS: Mapping[str, Method] = {
     "agquiz.actual": "(n - 1) * bytes*E*F/n / W_ici_uni",
     "agquiz.small_hop": "bytes*E*F/n / W_ici_uni",
     "agquiz.small_bound": "'latency-bound' if bytes*E*F/n/W_ici_uni < hop_us*1e-6 else 'bandwidth-bound'",
-    "agquiz.small_total": "(n - 1) * max(hop_us*1e-6, bytes*E*F/n/W_ici_uni)",
+    "agquiz.small_total": by_rule("one-way-all-gather", hop="hop_us*1e-6", bytes="bytes*E*F", W_link="W_ici_uni"),
     "ag.hops": "floor(n/2)",
     "ag.independent": "(V/W_ici_bidi) / (V/W_ici_bidi)",
     "ag.latency_kb": "hop_us*1e-6 * W_ici_uni",
     "ag.measured_shard": "V / n",
     "coll.ar_over_ag": "(2*V/W_ici_bidi) / (V/W_ici_bidi)",
-    "coll.a2a_nd": "V*max(mesh) / (4*prod(mesh)*W_ici_bidi)",
+    "coll.a2a_nd": by_rule("all-to-all", bytes="V", longest="max(mesh)", chips="prod(mesh)", W="W_ici_bidi"),
     "coll.a2a_over_ag": "gather = (n - 1)/(2*n); exchange = 1/8; exchange / gather",
     "q1.ratio": "Y*Z",
     "q2.1": "bytes*B*D/Y / W_ici_bidi",
@@ -144,9 +144,9 @@ METHODS: Mapping[str, Method] = {
     "q2.fun1": "bytes*B*D/Y / (2*W_ici_bidi)",
     "q2.fun2": "bytes*B*D / (3*W_ici_bidi)",
     "q3.per_device": "bytes*B / n",
-    "q3.time": "floor(n/2) * max(hop_us*1e-6, bytes*B/n/W_ici_uni)",
+    "q3.time": by_rule("ring-all-gather", hop="hop_us*1e-6", bytes="bytes*B", W_link="W_ici_uni"),
     "q4.Xmax": "D / (2*alpha)",
-    "q4.Bbase": "C_bf16 / W_ici_bidi",
+    "q4.Bbase": by_rule("fsdp", C="C_bf16", W="W_ici_bidi"),
     "q4.pick_*": f"gathered = {_GATHERED}; summed = {_SUMMED}; 'AllGather' if gathered < summed else 'AllReduce'",
     "q4.Bbase.feb25": batch_that_binds,
     "q5.best": (

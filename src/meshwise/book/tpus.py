@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.book.problems import Derivation, Method
+from meshwise.book.problems import Derivation, Method, by_rule
 from meshwise.hardware import Torus, parse_cluster
 
 
@@ -42,7 +42,7 @@ METHODS: Mapping[str, Method] = {
     "spec_*.ici_bidi": "2*uni",
     "spec_*.pod_chips": "prod(pod)",
     "spec_tpu7x.pod_first_printed": "pod_now_chips",
-    "spec_*.ici_ridge": "C_bf16 / (axes*W_ici_bidi)",
+    "spec_*.ici_ridge": by_rule("fsdp", C="C_bf16", W="W_ici_bidi", axes="axes"),
     "spec.pcie": "listed",
     "spec.dcn*": "host_gbit*1e9/8 / chips_per_host",
     "text.v5p_chip": "C_table",
@@ -57,7 +57,7 @@ METHODS: Mapping[str, Method] = {
     "q2.*_cores": "prod(pod) * cores_per_chip",
     "q2.*_flops*": "prod(pod) * C_bf16",
     "q2.*_hbm": "prod(pod) * HBM",
-    "q3.Bcrit*": "C_bf16 / W_pcie",
+    "q3.Bcrit*": by_rule("critical-batch", C="C_bf16", W_hbm="W_pcie"),
     "q4.ops_per_row": "2*D*F",
     "q4.bytes_fixed": "D*F",
     "q4.bytes_per_row": "D + F",
@@ -69,15 +69,22 @@ METHODS: Mapping[str, Method] = {
     "q5.bytes": "prod(array)*bytes",
     "q5.ports": "len(shape)",
     "q5.bw_time": f"{_ONE_WAY}V / (2*W_ici_uni)",
-    "q5.total*": f"{_ONE_WAY}{_HOPS} + V/(2*W_ici_uni)",
+    "q5.total*": _ONE_WAY + by_rule("send", bytes="V", hops=1, hop=_HOPS, links=2, W_link="W_ici_uni"),
     "q6.array": "n*n*elem_bytes",
     "q6.option": "'PCIe then ICI' if chips*W_pcie > W_dcn_host else 'DCN then PCIe'",
-    "q6.pcie*": "array_bytes_book/chips / W_pcie",
+    "q6.pcie*": by_rule("host-transfer", bytes="array_bytes_book", chips="chips", W_host="W_pcie"),
     "q6.ici": "array_bytes_book*(chips - 1)/chips / (2*W_ici_uni)",
     "q6.hbm": "array_bytes_book / W_hbm",
     "q6.flops": "2*vec*n*n",
     "q6.math": "2*vec*n*n / C_bf16",
-    "q6.total": f"{_STAGES}max(pcie, ici, hbm, math)",
+    "q6.total": by_rule(
+        "pipelined-transfer",
+        bytes="array_bytes_book",
+        W_host="W_pcie",
+        W_link="W_ici_uni",
+        flops="2*vec*n*n",
+        C="C_bf16",
+    ),
     "q6.bottleneck": f"{_STAGES}'ICI' if ici > max(pcie, hbm, math) else 'PCIe' if pcie > max(hbm, math) else 'HBM'",
     "q6.total_exact_bytes": "n*n*elem_bytes*(chips - 1)/chips / (2*W_ici_uni)",
     "vpu.throughput*": _VPU,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwise.book.problems import Method
+from meshwise.book.problems import Method, by_rule
+
+_SAVED = by_rule("saved-activations", b="bytes", arrays="per_layer", tokens="tokens")
 
 METHODS: Mapping[str, Method] = {
     "dots.dot": "2*P",
@@ -24,9 +26,9 @@ METHODS: Mapping[str, Method] = {
     "acct.unembed_flops": "6*B*T*D*V",
     # A lookup has no FLOPs: only the head multiplies.
     "acct.vocab_table": "6*B*T*D*V / (6*B*T*D*V)",
-    "remat.none": "bytes*per_layer*tokens*D*L",
-    "remat.block": "bytes*per_layer*tokens*D*L",
-    "remat.big_matmuls": "bytes*per_layer*tokens*D*L",
+    "remat.none": _SAVED,
+    "remat.block": _SAVED,
+    "remat.big_matmuls": _SAVED,
     "remat.flop_factor": "(2 + 4 + 2) / (2 + 4)",
     "ratio.at8k": "12*T*D / (18*4*D**2 + 24*D**2)",
     "ratio.T_*": "(18*4*D**2 + 24*D**2) / (12*D)",
@@ -47,8 +49,8 @@ METHODS: Mapping[str, Method] = {
     # The scores and their product with the values are worked out again.
     "q6.remat": "4*B*T**2*N*H",
     "q7.available": "gpu_hours*3600*C_fp8",
-    "q7.needed": "6*active*tokens",
+    "q7.needed": by_rule("train-flops", P="active", tokens="tokens"),
     "q7.mfu": "6*active*tokens / (gpu_hours*3600*C_fp8)",
-    "q8.factor": "C_bf16/W_hbm / 2",
-    "q8.deepseek": "C_bf16/W_hbm / 2 * E/k",
+    "q8.factor": by_rule("critical-batch", C="C_bf16", w=1),
+    "q8.deepseek": by_rule("critical-batch", C="C_bf16", w=1, E="E", k="k"),
 }

@@ -146,6 +146,7 @@ _VERBS = {
     "shard": ("shard:show_product", "List the collectives that a sharded product needs."),
     "collective": ("collective:show_collective", "Time one collective on a cluster."),
     "book": ("book:show_book", 'Answer the worked problems of "How To Scale Your Model", with your own numbers.'),
+    "rule": ("rule:show_rule", 'Work out a rule of "How To Scale Your Model", or solve it for any of its letters.'),
     "bench": ("bench:show_bench", "Measure single operations on the devices that are there."),
 }
 

@@ -72,7 +72,7 @@ def answer_book(request: BookRequest) -> tuple[Solution, ...]:
     >>> round(solution.value, 1), solution.problem.unit, solution.verdict
     (120.1, 'tokens', 'agrees')
     >>> meshwise.answer_book("roofline.q2.Bcrit", changes={"W_hbm": 1.64e12})[0].explanation.substitution
-    '1.97e+14/1.64e+12 * 1/2'
+    '1.97e+14 / 1.64e+12 * 1 / 2'
 
     Raises:
         MeshwiseError: there is no such problem; a number that the question does not have.

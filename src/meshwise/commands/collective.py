@@ -18,7 +18,7 @@ from meshwise.costs.fabric import Fabric, best_axis_mapping, collective_bytes, p
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import make_group_link
 from meshwise.costs.paths import algorithms
-from meshwise.costs.rules import distinct_destinations
+from meshwise.costs.rules import find_rule
 from meshwise.report.collective import CollectiveCase, collective_report
 from meshwise.sharding import (
     Collective,
@@ -82,7 +82,7 @@ def collective(request: CollectiveRequest) -> CollectiveCase:
     if request.choices is not None:
         if step.kind is not CollectiveKind.ALL_TO_ALL:
             raise ShardingError(f"choices: only an all-to-all is ragged, found {step.kind.value}")
-        copies = distinct_destinations(request.choices, step.group_size(mesh))
+        copies = find_rule("expert-destinations").value(k=request.choices, Z=step.group_size(mesh))
     num_bytes = copies * collective_bytes(step, tensor.shape(request.sizes), mesh, tensor.dtype or request.dtype)
 
     def seconds(wiring: Mapping[str, Any]) -> float:

@@ -13,9 +13,10 @@ from meshwise.commands.plan_files import write_file
 from meshwise.commands.requests import Flag, Request, Sizes
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.explanation import Answer
-from meshwise.core.tensors import Einsum, Elementwise, Op
+from meshwise.core.tensors import Op
 from meshwise.core.units import Quantity, format_bandwidth, format_flops_per_s, parse_bandwidth, parse_flops_per_s
-from meshwise.costs.roofline import Memory, Rates, bytes_per_flop, critical_size, parse_operation, rates_of
+from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import Memory, Rates, bytes_per_flop, critical_size, rates_of
 from meshwise.costs.roofline import roofline as time_of
 from meshwise.hardware import Chip, load_chip
 from meshwise.report.roofline import Critical, RooflineCase, roofline_report, roofline_svg
@@ -33,7 +34,7 @@ class RooflineRequest(Request):
     positional = ("expression",)
 
     expression: str
-    """The operation: 'bf16[B, D] * int8[D, F] -> bf16[B, F]'."""
+    """The operation: 'bf16[B, D] * int8[D, F] -> bf16[B, F]', or 'attention(Q, K, V) -> O'."""
     on: Annotated[str, Flag("CHIP")] = Field(serialization_alias="chip")
     """The chip, as 'meshwise chips' lists it."""
     sizes: Sizes = Field(default={})
@@ -63,7 +64,6 @@ def roofline(request: RooflineRequest) -> RooflineCase:
         MeshwiseError: an argument that cannot be understood.
     """
     op = parse_operation(request.expression)
-    assert isinstance(op, (Einsum, Elementwise))
     chip = load_chip(request.on)
     for name in (*request.sizes, *([request.vary] if request.vary else [])):
         if name not in op.axes:
@@ -124,6 +124,9 @@ def show_roofline(screen: Screen, request: RooflineRequest, files: _Files) -> No
       meshwise roofline "bf16[B, D] * int8[D, F] -> bf16[B, F]" --on v5e \\
         --set D=8192,F=32Ki
       meshwise roofline "fp32[N] + fp32[N] -> fp32[N]" --on h100 --set N=1Gi
+      meshwise roofline "attention(bf16[B, T, K, G, H], bf16[B, S, K, H], \\
+        bf16[B, S, K, H]) -> bf16[B, T, K, G, H]" --on v5e --vary S \\
+        --set B=1,T=1,K=8,G=8,H=128
     """  # noqa: D301  (click's mark for lines that stay as they are)
     case = roofline.answer(request)
     write_file("--svg", files.svg, lambda: roofline_svg(case))

@@ -1,21 +1,19 @@
 """The roofline of one operation on one chip: how long the arithmetic takes, how long the memory takes, which one binds.
 
-Bounds only (efficiency one): the lower is perfect overlap, the upper none. An operation is written with dtypes,
-`bf16[B, D] * int8[D, F] -> bf16[B, F]`, and read into an `Op` of named axes. Not here: communication between chips
-(`collectives`), calibrated times, shardings (`sharding.notation`).
+Bounds only (efficiency one): the lower is perfect overlap, the upper none. Not here: how an operation is written
+(`operation`), communication between chips (`collectives`), calibrated times.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwise.core.dtypes import DType, parse_dtype
-from meshwise.core.errors import MeshwiseError, NotationError, UnknownNameError
-from meshwise.core.tensors import Einsum, Elementwise, Op, Tensor
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.tensors import Attention, Einsum, Op, Tensor
 from meshwise.hardware import Chip
 
 
@@ -142,7 +140,7 @@ def rates_of(op: Op, chip: Chip, memory: Memory = Memory.HBM) -> Rates:
 def roofline(op: Op, sizes: Mapping[str, float], rates: Rates) -> Roofline:
     """Time `op` at `sizes`; a tensor without a dtype counts as bf16.
 
-    >>> from meshwise.costs.roofline import parse_operation
+    >>> from meshwise.costs.operation import parse_operation
     >>> op = parse_operation("bf16[B, D] * bf16[D, F] -> bf16[B, F]")
     >>> line = roofline(op, {"B": 64, "D": 4096, "F": 8192}, Rates(2.3e15, 8e12))
     >>> round(1e6 * line.lower, 1), line.bound  # B200; the book, GPUs, problem 4: 8.6 us
@@ -159,7 +157,7 @@ def tile_padding(op: Op, sizes: Mapping[str, float], tile: tuple[int, int, int])
     The rows of either operand may be streamed while the other's tiles stay put; the better of the two is taken. Axes of
     one kind (free on the left, summed, free on the right) count as one long axis, fused attention as unpadded.
 
-    >>> from meshwise.costs.roofline import parse_operation
+    >>> from meshwise.costs.operation import parse_operation
     >>> op = parse_operation("bf16[B, D] * bf16[D, F] -> bf16[B, F]")
     >>> tile_padding(op, {"B": 1, "D": 256, "F": 256}, (8, 128, 128))
     8.0
@@ -182,10 +180,15 @@ def tile_padding(op: Op, sizes: Mapping[str, float], tile: tuple[int, int, int])
     return float(min(padded((m, k, n)), padded((n, k, m))) / (m * k * n))
 
 
-def bytes_per_flop(op: Einsum | Elementwise, sizes: Mapping[str, float]) -> float:
+def flop_axes(op: Op) -> tuple[str, ...]:
+    """The axes whose sizes' product the FLOPs are proportional to; attention has its positions twice."""
+    return (*op.inputs[0].axes, op.key_axis) if isinstance(op, Attention) else op.axes
+
+
+def bytes_per_flop(op: Op, sizes: Mapping[str, float]) -> float:
     """One over the intensity; an axis that `sizes` lacks is taken as very large, and the limit is exact.
 
-    >>> from meshwise.costs.roofline import parse_operation
+    >>> from meshwise.costs.operation import parse_operation
     >>> op = parse_operation("bf16[B, D] * bf16[D, F] -> bf16[B, F]")
     >>> 1 / bytes_per_flop(op, {"B": 240})  # the book, Rooflines: the intensity of a large matmul is its batch
     240.0
@@ -193,189 +196,50 @@ def bytes_per_flop(op: Einsum | Elementwise, sizes: Mapping[str, float]) -> floa
     return sum(_bytes_per_flop_by_tensor(op, sizes))
 
 
-def _bytes_per_flop_by_tensor(op: Einsum | Elementwise, sizes: Mapping[str, float]) -> list[float]:
+def _bytes_per_flop_by_tensor(op: Op, sizes: Mapping[str, float]) -> list[float]:
     """For each tensor, bytes over FLOPs: the axes that both have cancel."""
     per_point = op.flops(dict.fromkeys(op.axes, 1))
     if per_point == 0:
         return [math.inf] * len(op.tensors)
     return [
-        (t.dtype or DType.BF16).bytes
-        / (per_point * math.prod(sizes.get(a, math.inf) for a in op.axes if a not in t.axes))
+        (t.dtype or DType.BF16).bytes / (per_point * math.prod(sizes.get(a, math.inf) for a in _beyond(op, t)))
         for t in op.tensors
     ]
 
 
-def critical_size(op: Einsum | Elementwise, axis: str, sizes: Mapping[str, float], ridge: float) -> float:
+def _beyond(op: Op, t: Tensor) -> list[str]:
+    """Axes of the FLOPs that a tensor lacks; an axis that the FLOPs have twice, and the tensor once, is among them."""
+    left = list(flop_axes(op))
+    for axis in t.axes:
+        left.remove(axis)
+    return left
+
+
+def critical_size(op: Op, axis: str, sizes: Mapping[str, float], ridge: float) -> float:
     """Find the size of `axis` from which `op` is compute-bound; padding left out, axes not in `sizes` very large.
 
     Returns: a real number; `inf` when no size suffices, 0 when every size does.
 
-    >>> from meshwise.costs.roofline import parse_operation
+    >>> from meshwise.costs.operation import parse_operation
     >>> op = parse_operation("bf16[B, D] * int8[D, F] -> bf16[B, F]")
     >>> round(critical_size(op, "B", {}, 1.97e14 / 8.2e11), 1)  # the book, Rooflines, question 2: 120
     120.1
     >>> round(critical_size(op, "B", {"D": 4096, "F": 4096}, 1.97e14 / 8.2e11), 1)
     136.1
+    >>> q, kv = "bf16[B, T, K, G, H]", "bf16[B, T, K, H]"
+    >>> prefill = parse_operation(f"attention({q}, {kv}, {kv}) -> {q}")
+    >>> round(critical_size(prefill, "T", {"G": 8}, 240), 1)  # (1 + 1 / G) x 240
+    270.0
     """
     others = {a: size for a, size in sizes.items() if a != axis}
     # Bytes per FLOP are p / size + q: p from the tensors that lack the axis, q from those that have it.
     terms = list(zip(op.tensors, _bytes_per_flop_by_tensor(op, {**others, axis: 1}), strict=True))
-    lacking = sum(value for t, value in terms if axis not in t.axes)
-    having = sum(value for t, value in terms if axis in t.axes)
+    lacking = sum(value for t, value in terms if axis in _beyond(op, t))
+    having = sum(value for t, value in terms if axis not in _beyond(op, t))
     slack = 1 / ridge - having
     if slack <= 0:
         return math.inf
     return lacking / slack
-
-
-_TOKEN = re.compile(r"\s*(?:(->|→)|([A-Za-z_][A-Za-z0-9_]*)|(.))")
-_EXAMPLE = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """A piece of the text: an arrow, a name or one character."""
-
-    text: str
-    position: int
-
-
-class _Reader:
-    """Walks over the words of an expression.
-
-    expression := term (("*" term)* | ("+" term)*) "->" term
-    term       := DTYPE "[" [AXIS ("," AXIS)*] "]"
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.words = list(self._split(text))
-        self.at = 0
-
-    @staticmethod
-    def _split(text: str) -> Iterator[_Word]:
-        for match in _TOKEN.finditer(text.rstrip()):
-            group = match.lastindex or 1
-            yield _Word("->" if group == 1 else match[group], match.start(group))
-        yield _Word("", len(text.rstrip()))
-
-    @property
-    def word(self) -> _Word:
-        return self.words[self.at]
-
-    def fail(self, message: str) -> NotationError:
-        return NotationError(f"{message}, as in {_EXAMPLE!r}", self.text, self.word.position)
-
-    def take(self, text: str, where: str) -> None:
-        """Step over `text`, which must stand here."""
-        if self.word.text != text:
-            found = repr(self.word.text) if self.word.text else "the end"
-            raise self.fail(f"expected {text!r} {where}, found {found}")
-        self.at += 1
-
-    def name(self, what: str) -> str:
-        """Step over a name."""
-        text = self.word.text
-        if not re.fullmatch(r"[A-Za-z_]\w*", text):
-            hint = "; sizes are given apart (--set B=1024)" if text.isdigit() else ""
-            raise self.fail(f"expected {what}, found {repr(text) if text else 'the end'}{hint}")
-        self.at += 1
-        return text
-
-    def dtype(self) -> DType:
-        try:
-            found = parse_dtype(self.word.text)
-        except UnknownNameError as error:
-            if re.fullmatch(r"[A-Za-z_]\w*", self.word.text):
-                raise NotationError(str(error), self.text, self.word.position) from None
-            self.name("a dtype")
-            raise
-        self.at += 1
-        return found
-
-    def term(self, number: int) -> Tensor:
-        """Read `bf16[B, D]`."""
-        dtype = self.dtype()
-        self.take("[", "after the dtype")
-        axes: list[str] = []
-        while self.word.text != "]":
-            if axes:
-                self.take(",", "between axes")
-            axis = self.name("an axis name")
-            if axis in axes:
-                self.at -= 1
-                raise self.fail(f"axis {axis} stands twice in one tensor")
-            axes.append(axis)
-        self.at += 1
-        return Tensor(f"in{number}" if number else "out", tuple(axes), dtype=dtype)
-
-    def expression(self) -> tuple[str, tuple[Tensor, ...], Tensor]:
-        """Read all of it: the operator ("*" or "+"), the inputs, the output."""
-        inputs = [self.term(1)]
-        operator = self.word.text if self.word.text in ("*", "+") else "*"
-        while self.word.text == operator:
-            self.at += 1
-            inputs.append(self.term(len(inputs) + 1))
-        if self.word.text in ("*", "+"):
-            raise self.fail("an operation has products or sums, not both; write it as two operations")
-        self.take("->", "after the inputs")
-        output = self.term(0)
-        if self.word.text:
-            raise self.fail(f"expected the end, found {self.word.text!r}")
-        return operator, tuple(inputs), output
-
-
-def parse_operation(text: str) -> Op:
-    """Read an operation whose tensors are written as dtype and axes.
-
-    A product of two tensors that sums over an axis and keeps an axis that only one of them has runs on the matrix unit.
-    All else (sums, products element by element, dot products, casts, reductions) runs on the vector unit: one operation
-    per further input and one per addition of a reduction.
-
-    >>> parse_operation("bf16[B, D] * int8[D, F] -> bf16[B, F]").matmul
-    True
-    >>> parse_operation("fp32[N] + fp32[N] -> fp32[N]").flops({"N": 1000})
-    1000.0
-
-    Raises:
-        NotationError: with a caret under what was not understood.
-    """
-    reader = _Reader(text)
-    operator, inputs, output = reader.expression()
-    known = {axis for t in inputs for axis in t.axes}
-    for axis in output.axes:
-        if axis not in known:
-            raise NotationError(f"axis {axis} of the output is in no input", text, text.rindex(axis))
-    axes = tuple(dict.fromkeys(a for t in inputs for a in t.axes))
-    contracted = tuple(a for a in axes if a not in output.axes)
-    lone = any(sum(a in t.axes for t in inputs) == 1 for a in output.axes)
-    if operator == "*" and contracted and lone and len(inputs) > 1:
-        if len(inputs) > 2:
-            raise NotationError("a product that sums over axes takes two inputs; write it as several", text, 0)
-        return Einsum(name="matmul", inputs=inputs, output=output)
-    per_point = len(inputs) - 1 + bool(contracted)
-    return Elementwise(
-        name="sum" if operator == "+" else "elementwise",
-        inputs=inputs,
-        output=output,
-        flops_per_element=float(per_point),
-        reduced=contracted,
-    )
-
-
-def write_operation(op: Op) -> str:
-    """Write an operation so that `parse_operation` reads it.
-
-    >>> write_operation(parse_operation("bfloat16[B,D]*s8[D,F]->bf16[B,F]"))
-    'bf16[B, D] * int8[D, F] -> bf16[B, F]'
-    """
-    left = (" + " if op.name == "sum" else " * ").join(_write(t) for t in op.inputs)
-    return f"{left} -> {_write(op.output)}"
-
-
-def _write(tensor: Tensor) -> str:
-    assert tensor.dtype is not None, f"{tensor} has no dtype"
-    return f"{tensor.dtype.value}[{', '.join(tensor.axes)}]"
 
 
 def compute_dtype(*operands: DType) -> DType:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.explanation import Answer, Explanation
-from meshwise.core.tensors import Op
+from meshwise.core.tensors import Attention, Op
 from meshwise.core.units import (
     format_bandwidth,
     format_bytes,
@@ -17,7 +17,8 @@ from meshwise.core.units import (
     format_percent,
     format_time,
 )
-from meshwise.costs.roofline import Memory, Rates, Roofline, write_operation
+from meshwise.costs.operation import write_operation
+from meshwise.costs.roofline import Memory, Rates, Roofline, flop_axes
 from meshwise.report.chart import Chart, Drawing, new_figure, svg_of
 from meshwise.report.report import Report
 from meshwise.report.table import facts, picked
@@ -156,6 +157,8 @@ def _assumed(case: RooflineCase) -> tuple[str, ...]:
         lines.append(f"mixed formats are computed in the narrowest that holds both, {case.rates.dtype.value}")
     if case.rates.unit == "vector":
         lines.append("runs on the vector unit at its fp32 rate, in which a fused multiply-add counts as two")
+    if isinstance(case.op, Attention):
+        lines.append("every query sees every key; scores stay on the chip. Causal attention has half the FLOPs")
     if case.large:
         lines.append(f"{', '.join(case.large)} without a size: taken as very large")
     if case.critical and case.rates.tile:
@@ -220,7 +223,7 @@ def _explanations(case: RooflineCase) -> tuple[Explanation, ...]:
 
 
 def _time_explanations(case: RooflineCase, line: Roofline) -> list[Explanation]:
-    axes = tuple(dict.fromkeys(a for t in case.op.inputs for a in t.axes))
+    axes = flop_axes(case.op)
     sizes = " x ".join(f"{case.sizes[a]:,.0f}" for a in axes)
     per_point = line.flops / math.prod(case.sizes[a] for a in axes)
     moved = " + ".join(

@@ -8,16 +8,10 @@ from __future__ import annotations
 import math
 
 from meshwise.core.units import format_bytes, format_duration, format_percent, format_time
-from meshwise.costs.budgets import training_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.rules import (
-    data_parallel_critical_tokens_per_chip,
-    mixed_critical_tokens_per_chip,
-    mixed_fsdp_optimum,
-    pipeline_bubble,
-)
+from meshwise.costs.rules import find_rule
 from meshwise.search.plan import Plan
 
 
@@ -55,7 +49,7 @@ def critical_tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
     # The rule is stated for values of two bytes.
     bandwidth = 2 / (float(wire.gather) * formats.gathered_weight_bytes)
     peak = problem.cluster.chip.peak(formats.compute)
-    return data_parallel_critical_tokens_per_chip(peak, bandwidth) * (parameters.total / parameters.active)
+    return find_rule("fsdp").value(C=peak, W=bandwidth, E=parameters.total, k=parameters.active)
 
 
 def _mix(plan: Plan, whole: Fabric) -> str:
@@ -67,10 +61,10 @@ def _mix(plan: Plan, whole: Fabric) -> str:
         return ""
     d_ff, chips, axes = float(widths[0]), math.prod(whole.sizes), len(torus) - 1
     tokens = problem.job.sequences * problem.job.seq_len
-    fsdp = mixed_fsdp_optimum(tokens, d_ff, chips, fsdp_axes=axes, tensor_axes=1)
+    fsdp = find_rule("mixed-ways").value(tokens=tokens, F=d_ff, chips=chips, MX=axes)
     ways = math.prod(plan.layout.sizes[a] for a in ("data", "fsdp", "expert", "context", "ulysses"))
     bandwidth = 2 * torus[0].bandwidth_one_way
-    needed = mixed_critical_tokens_per_chip(d_ff, estimate.peak_flops_per_s, bandwidth, fsdp_axes=axes, tensor_axes=1)
+    needed = find_rule("mixed").value(F=d_ff, C=estimate.peak_flops_per_s, W=bandwidth, MX=axes)
     return (
         f"mixed with tensor parallelism {needed:,.0f} tokens per chip would do; the optimum before rounding is "
         f"{fsdp:,.0f} ways of FSDP (here every axis but tensor and stage: {ways:,}) "
@@ -99,7 +93,7 @@ def _pipeline(plan: Plan) -> str:
         return ""
     estimate = plan.estimate
     idle = estimate.terms.get("pipeline_bubble", 0.0) / estimate.step_time.expected
-    plain = pipeline_bubble(layout.stage, layout.num_microbatches)
+    plain = find_rule("pipeline-bubble").value(p=layout.stage, m=layout.num_microbatches)
     plain_words = f"under 1f1b it would be {format_percent(plain / (1 + plain))}; " if layout.schedule != "1f1b" else ""
     return (
         f"{layout.stage} pipeline stages under {layout.schedule} wait for {format_percent(idle)} of the step; "
@@ -180,5 +174,6 @@ def _rule_of_thumb(plan: Plan) -> str:
     if tokens is None:
         return ""
     peak = plan.estimate.peak_flops_per_s * plan.estimate.num_chips
-    seconds = training_time(plan.problem.model.parameters.active, tokens, peak, mfu=0.4)
+    active = plan.problem.model.parameters.active
+    seconds = find_rule("train-time").value(P=active, tokens=tokens, C=peak, chips=1, mfu=0.4)
     return f"at 40 % MFU, a usual result of real runs, 6 x parameters x tokens take {format_duration(seconds)} here"
