@@ -174,11 +174,7 @@ def test_no_command_says_so_and_shows_the_help(run):
 def test_unknown_command_suggests_the_nearest(run):
     done = run("rofline")
     assert (done.code, done.out) == (2, "")
-<<<<<<< HEAD
-    assert done.err == "error: unknown command 'rofline'. Nearest: roofline, profile. See 'meshwise --help'.\n"
-=======
-    assert done.err == "error: unknown command 'rofline'. Nearest: roofline, rule. See 'meshwise --help'.\n"
->>>>>>> 51daf56 (cli: rule is near rofline, too)
+    assert done.err == "error: unknown command 'rofline'. Nearest: roofline, profile, rule. See 'meshwise --help'.\n"
 
 
 def test_unknown_option_names_the_help(run):
