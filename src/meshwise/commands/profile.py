@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.requests import Flag, Request
-from meshwise.core.errors import MeshwiseError
+from meshwise.commands.estimate_train import plan_given
+from meshwise.commands.plan_files import read_plan
+from meshwise.commands.requests import File, Flag, Request, attributes
 from meshwise.core.explanation import Answer
-from meshwise.hardware import parse_cluster
+from meshwise.core.units import Quantity, format_count, parse_count
+from meshwise.hardware import Chip, parse_cluster
 from meshwise.profile import profile_traces, read_traces
+from meshwise.profile.beside import Planned, beside_plan
 from meshwise.profile.causes import find_causes
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.trace import Trace
 from meshwise.report.profile import profile_report
+from meshwise.search import Plan
 
 
 def _paths(value: Any) -> Any:
@@ -29,6 +34,10 @@ class ProfileRequest(Request):
     """What `meshwise profile` is asked."""
 
     positional = ("traces",)
+    sections: ClassVar = {
+        "Beside a plan": ("plan", "model", "on", "layout", "batch_tokens", "seq_len", "precision"),
+        "Trace": ("step",),
+    }
 
     traces: Annotated[
         tuple[str, ...],
@@ -36,10 +45,48 @@ class ProfileRequest(Request):
         BeforeValidator(_paths, json_schema_input_type=str | os.PathLike[str] | Sequence[str]),
     ] = Field(min_length=1)
     """Traces of one job: files, folders or patterns; several ranks together."""
+    plan: File | None = None
+    """The plan that was run, as --save wrote it."""
+    model: Annotated[str | None, Flag("MODEL")] = None
+    """Instead of a plan: the model that was run, as 'estimate train' takes it."""
     on: Annotated[str | None, Flag("CLUSTER")] = Field(default=None, serialization_alias="cluster")
-    """The cluster that was traced, h100:8; by default what the trace names."""
+    """The cluster that was traced, h100:8; by default the chip that the trace names."""
+    layout: Annotated[str | None, Flag("LAYOUT")] = None
+    """With --model: the layout that was run, fsdp=8,tensor=4,remat=full, as 'estimate train' takes it."""
+    batch_tokens: Annotated[float | None, Quantity("tokens", parse_count, format_count, "4Mi")] = Field(
+        default=None, gt=0
+    )
+    """With --model: tokens of a step, of all devices."""
+    seq_len: Annotated[int | None, Quantity("tokens", parse_count, format_count, "4096")] = Field(default=None, gt=0)
+    """With --model: tokens of a sequence."""
+    precision: str | None = None
+    """With --model: number formats, as 'estimate train' takes them."""
     step: Annotated[str | None, Flag("REGEX")] = None
     """Regular expression of the markers that are steps, instead of finding them."""
+
+    @model_validator(mode="after")
+    def _whole_plan(self) -> ProfileRequest:
+        """Refuse half a plan, and two."""
+        job = {"--layout": self.layout, "--on": self.on, "--batch-tokens": self.batch_tokens, "--seq-len": self.seq_len}
+        lacking = [name for name, value in job.items() if value is None]
+        given = [name for name, value in job.items() if value is not None and name != "--on"]
+        if self.plan is not None and (self.model is not None or given):
+            raise ValueError("--plan has model, job and layout in it; leave out --model and its options")
+        if self.model is not None and lacking:
+            raise ValueError(f"--model takes {', '.join(job)} beside it; {', '.join(lacking)} is missing")
+        if self.model is None and given:
+            raise ValueError(f"{', '.join(given)}: without --model there is nothing to plan; give it, too")
+        return self
+
+    def planned(self) -> Plan | None:
+        """The plan that was asked for, None if none was."""
+        if self.plan is not None:
+            return read_plan(self.plan, Plan)
+        if self.model is None:
+            return None
+        names = ("on", "layout", "batch_tokens", "seq_len", "precision")
+        job = {name: value for name, value in attributes(self, *names).items() if value is not None}
+        return plan_given(self.model, job)
 
 
 @command(ProfileRequest)
@@ -49,13 +96,30 @@ def profile(request: ProfileRequest) -> Diagnosis:
     Raises:
         ConfigError: a file that is no trace, is cut off or damaged; no step.
         MissingDependencyError: a format needs a library that is not installed.
-        MeshwiseError: an argument that cannot be understood.
+        MeshwiseError: an argument that cannot be understood; a plan that cannot be read.
     """
-    if not request.traces:
-        raise MeshwiseError("expected a trace, found none")
     chip = None if request.on is None else parse_cluster(request.on).chip
-    found = profile_traces(read_traces(request.traces), chip=chip, step=request.step)
-    return Diagnosis(found, find_causes(found))
+    return diagnose(read_traces(request.traces), request.planned(), chip=chip, step=request.step)
+
+
+def diagnose(
+    traces: Sequence[Trace], plan: Plan | None, *, chip: Chip | None = None, step: str | None = None
+) -> Diagnosis:
+    """Profile traces, beside a plan if there is one.
+
+    Args:
+        traces: of one job.
+        plan: that was run.
+        chip: the accelerator, instead of what the traces say; by default the plan's where they say nothing.
+        step: regular expression of the markers that are steps.
+    """
+    if plan is not None and not any(device.chip for trace in traces for device in trace.devices):
+        chip = chip or plan.problem.cluster.chip
+    found = profile_traces(traces, chip=chip, step=step)
+    beside = None
+    if plan is not None:
+        beside = beside_plan(found, Planned(plan.problem, plan.fabric, plan.layout, plan.estimate))
+    return Diagnosis(found, find_causes(found, beside), beside)
 
 
 Answer.reports[Diagnosis] = lambda diagnosis: profile_report(diagnosis, {})
@@ -68,11 +132,13 @@ def show_profile(screen: Screen, request: ProfileRequest) -> None:
     TRACE is what a profiler wrote: *.xplane.pb of JAX (TPU, GPU, CPU), JSON of PyTorch's profiler, vLLM or SGLang
     (also .gz), a folder or zip file of nsys-jax; a folder, or several files of one job. Every instant of a step
     belongs to one part: compute, exposed collectives, exposed copies, waiting for other ranks, idle. Causes come
-    with evidence and with what to change.
+    with evidence and with what to change. With --plan, or with --model, --layout, --on, --batch-tokens and --seq-len of
+    a program that meshwise did not write, operations are joined to the plan's terms: predicted beside measured.
 
     \b
       meshwise profile profile_folder
       meshwise profile trace.json.gz --details
       meshwise profile rank0.json.gz rank1.json.gz
+      meshwise profile profile_folder --plan plan.json
     """  # noqa: D301  (click's mark for lines that stay as they are)
     screen.show(profile_report(profile.answer(request), request.echo()))

@@ -9,12 +9,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+
+from rich.text import Text
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.estimate_train import OWN_RUNTIME, EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.run_requests import GenerateRequest, RunOptions, RunRequest
+from meshwise.core.errors import MissingDependencyError
 from meshwise.core.explanation import Answer
+from meshwise.report.report import Report
 from meshwise.report.run import GenerateResult, RunResult, generate_report, run_report
 from meshwise.runtime.devices import load_jax
 from meshwise.search import Plan
@@ -110,7 +115,23 @@ def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | 
         told = {"progress": screen.progress, "say": screen.say, "saved": lambda step: screen.say(f"saved step {step}")}
         result = run_plan.answer(plan, options, **told)
     if result.is_first_process:
-        screen.show(run_report(result, inputs | options.echo()))
+        report = run_report(result, inputs | options.echo())
+        screen.show(report if options.profile is None else _profiled(report, options.profile, plan))
+
+
+def _profiled(report: Report, folder: str, plan: Plan) -> Report:
+    """The report of a run, ended by that of its profile beside the plan."""
+    from meshwise.commands.profile import diagnose  # noqa: PLC0415  (an optional extra, as what follows)
+    from meshwise.profile import read_traces  # noqa: PLC0415
+    from meshwise.report.profile import profile_report  # noqa: PLC0415
+
+    try:
+        found = profile_report(diagnose(read_traces([folder]), plan), {})
+    except MissingDependencyError as error:
+        return replace(report, not_modelled=(*report.not_modelled, f"the profile in {folder}: {error}"))
+    data = {"answer": found.answer, **found.data}
+    body = (*report.body, Text(f"Profile: {found.answer}", style="bold"), *found.brief)
+    return replace(report, data={**report.data, "profile": data}, body=body)
 
 
 @contextlib.contextmanager

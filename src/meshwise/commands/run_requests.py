@@ -59,7 +59,7 @@ class RunRequest(ExecutionRequest):
     text: File | None = None
     """Train on random windows of this text file, instead of synthetic tokens."""
     profile: Annotated[str | None, Flag("DIR")] = None
-    """Write a profile of a few steps to this folder."""
+    """Write a profile of a few steps to this folder, and end with where their time went, beside the plan."""
     checkpoint: Annotated[str | None, Flag("DIR")] = None
     """Save steps in this folder, and go on from the last step saved there."""
     every: int | None = Field(

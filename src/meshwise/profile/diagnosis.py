@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.core.explanation import Answer
+from meshwise.profile.beside import Beside
 from meshwise.profile.causes import Cause
 from meshwise.profile.profile import Profile
 
@@ -19,10 +20,12 @@ class Diagnosis(Answer):
     Args:
         profile: the measured side.
         causes: the costliest first.
+        beside: the profile beside its plan, None without one.
     """
 
     profile: Profile
     causes: tuple[Cause, ...]
+    beside: Beside | None = None
 
     @property
     def named(self) -> tuple[Cause, ...]:

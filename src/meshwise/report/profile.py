@@ -21,6 +21,7 @@ from meshwise.profile.partition import PARTS
 from meshwise.profile.profile import Profile
 from meshwise.profile.trace import Activity
 from meshwise.report.chart import Bars
+from meshwise.report.profile_plan import beside_data, joined_line, rows_table, terms_table
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, counted, or_dash, said, tabulate, words
 
@@ -43,21 +44,25 @@ def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
         data=profile_data(diagnosis),
         brief=said(
             about,
-            parts_bars(profile),
+            terms_table(diagnosis.beside) if diagnosis.beside else parts_bars(profile),
+            joined_line(diagnosis.beside),
             causes_table(diagnosis.causes[:_BRIEF_CAUSES]),
-            _operations(profile, _BRIEF_TOP),
+            None if diagnosis.beside else _operations(profile, _BRIEF_TOP),
         ),
         body=said(
             about,
             parts_bars(profile),
+            terms_table(diagnosis.beside),
+            joined_line(diagnosis.beside),
             causes_table(diagnosis.causes),
+            rows_table(diagnosis.beside),
             _categories(profile),
             _operations(profile, _TOP),
             _communication(profile),
             _idle(profile),
             _devices(profile),
         ),
-        assumed=tuple(assumptions(profile)),
+        assumed=tuple(assumptions(diagnosis)),
         not_modelled=tuple(f"the trace does not say {line}" for line in profile.missing),
         next_steps=next_steps(diagnosis),
     )
@@ -66,7 +71,8 @@ def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
 def answer_line(diagnosis: Diagnosis) -> str:
     """The first line: time of a step, its largest causes, and the time without them."""
     profile, named = diagnosis.profile, diagnosis.named
-    head = f"{format_time(profile.step_s)} a step"
+    planned = f", {format_time(diagnosis.beside.step_s)} planned" if diagnosis.beside else ""
+    head = f"{format_time(profile.step_s)} a step{planned}"
     if not named:
         return f"{head}, {profile.partition_s['compute'] / profile.step_s:.0%} of it computing: nothing stands out"
     reasons = ", ".join(f"{c.what} ({format_time(c.seconds)})" for c in named)
@@ -198,8 +204,12 @@ def _part(name: str) -> Any:
     return lambda device: format_time(device.mean(name))
 
 
-def assumptions(profile: Profile) -> Iterator[str]:
+def assumptions(diagnosis: Diagnosis) -> Iterator[str]:
     """What the numbers rest on."""
+    profile, beside = diagnosis.profile, diagnosis.beside
+    if beside is not None and not beside.same_chip:
+        ran = profile.chip.title if profile.chip else profile.devices[0].lane.device.chip or "an unknown chip"
+        yield f"the plan is for {beside.plan.problem.cluster.chip.title}, this ran on {ran}: do not compare times"
     yield "profiling slows the host down: idle time of a run that is not profiled is shorter"
     if profile.chip is not None:
         known = sum(t.seconds for t in profile.ops if t.kind.flops)
@@ -238,12 +248,11 @@ def profile_data(diagnosis: Diagnosis) -> dict[str, Any]:
             "longest_s": max(profile.steps_s),
         },
         "partition_s": dict(profile.partition_s),
-        "joined_share": None,
+        **beside_data(diagnosis.beside),
         "reachable_s": diagnosis.reachable_s,
         "causes": [
             {"name": c.name, "seconds": c.seconds, "evidence": c.evidence, "change": c.change} for c in diagnosis.causes
         ],
-        "terms": [],
         "operations": [_operation_data(t, profile) for t in profile.ops],
         "communication": [_group_data(g) for g in communication(profile)],
         "idle": {

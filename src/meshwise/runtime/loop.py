@@ -180,11 +180,12 @@ class _Loop:
                 if profile is not None and index == min(self.profiled):
                     running.enter_context(jax.profiler.trace(str(profile)))
                 begun = time.perf_counter()
-                state, metrics = self.compiled(state, batch)
-                if number < self.last:
-                    batch = put_batch(self.step, self.source, number + 1)
-                loss = float(metrics["loss"])
-                jax.block_until_ready(state)
+                with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                    state, metrics = self.compiled(state, batch)
+                    if number < self.last:
+                        batch = put_batch(self.step, self.source, number + 1)
+                    loss = float(metrics["loss"])
+                    jax.block_until_ready(state)
                 self.seconds.append(time.perf_counter() - begun)
                 if index == max(self.profiled, default=None):
                     running.close()

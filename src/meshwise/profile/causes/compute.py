@@ -15,10 +15,9 @@ from meshwise.core.units import format_time
 from meshwise.profile.causes.cause import Cause
 from meshwise.profile.optimes import OpTime, Roofline, roofline_of
 from meshwise.profile.profile import Profile
+from meshwise.profile.scores import score_sizes
 from meshwise.profile.trace import SECOND, Activity
 
-#: Rows and columns of scores from which an array of them is worth fusing; heads are no wider than this.
-_FEWEST_SCORES, _WIDEST_HEAD = 128, 576
 #: Share of the roofline that large products reach; what is below it is a loss.
 _GOOD_MATMUL = 0.7
 _ATTENTION = re.compile(r"softmax|attention|attn", re.IGNORECASE)
@@ -32,17 +31,6 @@ def compute_causes(profile: Profile) -> Iterator[Cause]:
     yield from _matmuls(profile)
     yield from _chains(profile)
     yield from _layouts(profile)
-
-
-def score_sizes(ops: tuple[OpTime, ...]) -> dict[int, tuple[int, int]]:
-    """Elements of score arrays -> (rows, columns): results of batched products over a head's width."""
-    found = {}
-    for time in ops:
-        if time.kind.matmul is not None and time.kind.category == "matmul":
-            batch, m, k, n = time.kind.matmul
-            if batch > 1 and k <= _WIDEST_HEAD and min(m, n) >= max(_FEWEST_SCORES, k):
-                found[batch * m * n] = m, n
-    return found
 
 
 def _writes_scores(time: OpTime, sizes: dict[int, tuple[int, int]]) -> bool:

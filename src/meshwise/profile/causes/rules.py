@@ -5,27 +5,31 @@ Not here: the rules themselves (`compute`, `network`, `host`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
+from meshwise.profile.beside import Beside
 from meshwise.profile.causes.cause import Cause
 from meshwise.profile.causes.compute import compute_causes
 from meshwise.profile.causes.host import host_causes
 from meshwise.profile.causes.network import network_causes
+from meshwise.profile.causes.plan import plan_causes
 from meshwise.profile.profile import Profile
 
 #: Causes below this share of the step are left out.
 LEAST = 0.003
 
 
-def find_causes(profile: Profile, further: Iterable[Cause] = ()) -> tuple[Cause, ...]:
+def find_causes(profile: Profile, beside: Beside | None = None) -> tuple[Cause, ...]:
     """What makes a step slow, the costliest first; what is under 0.3 % of the step is left out.
 
     Args:
         profile: of one job.
-        further: causes that other sources found, such as a plan.
+        beside: the same beside a plan, which tells more.
     """
-    found = [*compute_causes(profile), *network_causes(profile), *host_causes(profile), *further]
+    found = [*compute_causes(profile), *network_causes(profile), *host_causes(profile)]
+    if beside is not None:
+        found = [c for c in found if c.name != "recompute"]  # the plan says whether it is meant
+        found += plan_causes(beside, found)
     bounded = [replace(c, seconds=min(c.seconds, profile.step_s)) for c in found]
     kept = [c for c in bounded if c.seconds >= LEAST * profile.step_s]
     return tuple(sorted(kept, key=lambda c: (-c.seconds, c.name, c.evidence)))

@@ -7,6 +7,7 @@ Not here: when the operations ran (`xplane`, `nsys_jax`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -54,6 +55,8 @@ _WEIGHT = (
     "gather",
     "rng-bit-generator",
 )
+#: How far the neighbour may be whose scope an instruction without one takes, and how many are looked at.
+_NEAR, _MOST_NEAR = 5, 64
 _ATTENTION = re.compile(r"attention|attn|fmha|flash|splash|mha_|dot_product", re.IGNORECASE)
 
 
@@ -66,6 +69,10 @@ class HloProgram:
         self._computations = {c.id: c for c in module.computations}
         self._by_id: dict[int, Message] = {i.id: i for c in module.computations for i in c.instructions}
         self._by_name: dict[str, Message] = {i.name: i for c in module.computations for i in c.instructions}
+        self._users: dict[int, list[Message]] = {}
+        for user in self._by_id.values():
+            for number in user.operand_ids:
+                self._users.setdefault(number, []).append(user)
         self._made: dict[str, OpKind] = {}
 
     @property
@@ -195,7 +202,31 @@ class HloProgram:
         root = self._root(own)
         if root is not None and root.metadata.op_name:
             return str(root.metadata.op_name)
-        return next((str(i.metadata.op_name) for i in reversed(inside) if i.metadata.op_name), "")
+        found = next((str(i.metadata.op_name) for i in reversed(inside) if i.metadata.op_name), "")
+        return found or self._neighbour(own)
+
+    def _neighbour(self, own: Message) -> str:
+        """The scope of what reads an instruction that XLA made itself, else of what it reads; "" if none is near."""
+        for step in (self._readers, self._operands):
+            near = [own]
+            for _ in range(_NEAR):
+                near = [other for one in near for other in step(one)][:_MOST_NEAR]
+                scopes = (self._own_scope(one) for one in near)
+                if found := next(filter(None, scopes), ""):
+                    return found
+        return ""
+
+    def _readers(self, instruction: Message) -> list[Message]:
+        return self._users.get(instruction.id, [])
+
+    def _operands(self, instruction: Message) -> list[Message]:
+        return [self._by_id[number] for number in instruction.operand_ids if number in self._by_id]
+
+    def _own_scope(self, instruction: Message) -> str:
+        """The op_name of an instruction, or of what is fused in it."""
+        if instruction.metadata.op_name or instruction.opcode != "fusion":
+            return str(instruction.metadata.op_name)
+        return next((str(i.metadata.op_name) for i in self._inside(instruction) if i.metadata.op_name), "")
 
     def _arrays(self, instruction: Message | None) -> tuple[Array, ...]:
         return _arrays_of(instruction.shape) if instruction is not None else ()
@@ -311,16 +342,44 @@ def _groups(instruction: Message) -> tuple[tuple[int, ...], ...]:
     listed = instruction.replica_groups or instruction.collective_device_list.replica_groups
     if listed:
         return tuple(tuple(g.replica_ids) for g in listed)
-    iota = instruction.collective_device_list.iota_replica_group_list
+    iota = instruction.iota_groups
+    if not iota.num_devices_per_group:
+        iota = instruction.collective_device_list.iota_replica_group_list
     if iota.num_devices_per_group:
         shape = list(iota.iota_reshape_dims)
         numbers = np.arange(math.prod(shape)).reshape(shape)
         if iota.iota_transpose_perm:
             numbers = numbers.transpose(list(iota.iota_transpose_perm))
         return tuple(tuple(int(n) for n in row) for row in numbers.reshape(-1, iota.num_devices_per_group))
+    if instruction.mesh_axes_groups.mesh.axes:
+        return _mesh_groups(instruction.mesh_axes_groups)
     if instruction.source_target_pairs:
         return (tuple(sorted({n for p in instruction.source_target_pairs for n in (p.source, p.target)})),)
     return ()
+
+
+def _mesh_groups(message: Message) -> tuple[tuple[int, ...], ...]:
+    """Groups along (parts of) axes of a mesh: the axes are brought to the end, in the order in which they are named."""
+    sizes = [axis.size for axis in message.mesh.axes]
+    order = list(message.mesh.device_ids) or list(range(math.prod(sizes)))
+    extents: list[int] = []
+    places: dict[tuple[int, int], int] = {}
+    for number, size in enumerate(sizes):
+        parts = sorted(
+            {1, size}.union(*((r.sub_axis.pre_size, r.sub_axis.pre_size * r.sub_axis.size) for r in message.axes
+                              if r.mesh_axis_index == number and r.sub_axis.size))
+        )  # fmt: skip
+        for low, high in itertools.pairwise(parts):
+            places[number, low] = len(extents)
+            extents.append(high // low)
+    wanted = [
+        place for r in message.axes for (number, low), place in places.items()
+        if number == r.mesh_axis_index and (not r.sub_axis.size or low == r.sub_axis.pre_size)
+    ]  # fmt: skip
+    rest = [place for place in range(len(extents)) if place not in wanted]
+    size = math.prod(extents[place] for place in wanted)
+    array = np.array(order).reshape(extents or [1]).transpose([*rest, *wanted] or [0])
+    return tuple(tuple(int(n) for n in row) for row in array.reshape(-1, size))
 
 
 @lru_cache(maxsize=4096)

@@ -35,7 +35,7 @@ _MESSAGES = {
     "convolution_dimension_numbers 16 ConvolutionDimensions, custom_call_target 28 str, dot_dimension_numbers 30"
     " DotDimensions, id 35 int, operand_ids 36 *int, called_computation_ids 38 *int, replica_groups 49 *ReplicaGroup,"
     "backend_config 43 bytes, fusion_kind 11 str, feature_group_count 50 int, source_target_pairs 52 *Pair,"
-    "collective_device_list 87 DeviceList",
+    "collective_device_list 87 DeviceList, iota_groups 92 IotaGroups, mesh_axes_groups 93 MeshGroups",
     "Shape": "element_type 2 int, dimensions 3 *int, tuple_shapes 4 *Shape",
     "OpMetadata": "op_type 1 str, op_name 2 str, source_file 3 str, source_line 4 int",
     "Window": "dimensions 1 *WindowDimension",
@@ -46,6 +46,11 @@ _MESSAGES = {
     "DotDimensions": "lhs_contracting_dimensions 1 *int, rhs_contracting_dimensions 2 *int,"
     "lhs_batch_dimensions 3 *int, rhs_batch_dimensions 4 *int",
     "ReplicaGroup": "replica_ids 1 *int",
+    "MeshGroups": "mesh 1 Mesh, axes 2 *AxisRef",
+    "Mesh": "axes 1 *MeshAxis, device_ids 2 *int",
+    "MeshAxis": "name 1 str, size 2 int",
+    "AxisRef": "mesh_axis_index 1 int, sub_axis 2 SubAxis",
+    "SubAxis": "pre_size 1 int, size 2 int",
     "Pair": "source 1 int, target 2 int",
     "DeviceList": "replica_groups 1 *ReplicaGroup, iota_replica_group_list 2 IotaGroups",
     "IotaGroups": "num_replica_groups 1 int, num_devices_per_group 2 int, iota_reshape_dims 3 *int,"

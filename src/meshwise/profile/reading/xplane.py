@@ -185,8 +185,14 @@ def _host_event(
         return False
     op = _hlo_kind(reader, str(stats["hlo_op"]), stats, text)
     builder = stream(int(str(stats["device_ordinal"])))
-    builder.add(start, event.duration_ps, reader.ops.index(op), start, int(str(stats.get("run_id", -1))))
+    builder.add(start, event.duration_ps, reader.ops.index(op), start, _run(stats))
     return True
+
+
+def _run(stats: dict[str, object]) -> int:
+    """The run of a program, -1 if it is not said; XLA counts in 32 bits, with a sign."""
+    run = stats.get("run_id")
+    return run & 0xFFFFFFFF if isinstance(run, int) else -1
 
 
 # Accelerators.
@@ -320,8 +326,7 @@ def _gpu_line(reader: _Reader, names: _Names, line: Message) -> Stream:
             op = known[key] = reader.ops.index(_gpu_kind(reader, kernel, stats))
         correlation = stats.get("correlation_id")
         launch = reader.launches.get(correlation, -1) if isinstance(correlation, int) else -1
-        run = stats.get("run_id")
-        builder.add(base + event.offset_ps, event.duration_ps, op, launch, run if isinstance(run, int) else -1)
+        builder.add(base + event.offset_ps, event.duration_ps, op, launch, _run(stats))
     return builder.build()
 
 
