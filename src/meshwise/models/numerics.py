@@ -216,6 +216,8 @@ def _rotary(keys: _Keys, theta: float | None = None, *, interleaved: bool = Fals
 
     Newer files hold base, share and stretch in `rope_parameters`, which older ones hold apart.
     """
+    if keys("rope_interleaved", default=False):
+        raise keys.refuse("rope_interleaved", "false")
     said = keys("rope_parameters")
     if said is None:
         share = float(keys("partial_rotary_factor", 1.0))

@@ -19,6 +19,7 @@ from meshwise.runtime.kernels.masks import Masks
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.ops import Surroundings, elementwise
+from meshwise.runtime.paged import attend_paged
 from meshwise.runtime.products import PlacedProducts, multiply
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
@@ -127,6 +128,13 @@ class _Walk:
         numerics = self.around.numerics
         scale = numerics.attention_scale[self.around.block]
         masks = Masks(op.causal, op.window, op.chunk, scale, numerics.attention_cap)
+        if self.around.paged is not None:
+            pools = [self.arrays[name] for name in _CACHED]
+            out, total, *pools = attend_paged(
+                op, inputs, pools, masks, step=self.around.paged, placement=self.placement, splits=splits
+            )
+            self.arrays.update(zip(_CACHED, pools, strict=True))
+            return self._attended(op, out, total, splits)
         start = 0
         if _CACHED[0] in self.arrays:
             start = self.around.positions[0]
@@ -134,6 +142,10 @@ class _Walk:
                 held = jax.lax.dynamic_update_slice_in_dim(self.arrays[name], inputs[place], start, axis=1)
                 inputs[place] = self.arrays[name] = held
         out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start)
+        return self._attended(op, out, total, splits)
+
+    def _attended(self, op: Op, out: jax.Array, total: jax.Array, splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
+        """Remember the softmaxes' denominators, which sinks read."""
         denominator = _denominator(op.output)
         self.arrays[denominator.name] = total
         self.held[denominator.name] = Sharding.of(denominator.axes, splits)
@@ -182,7 +194,7 @@ def run_block(
         around: what operations read besides.
 
     Returns: the block's outputs by name, where they live; and the cache, where it enters: "cache.k" and "cache.v",
-    [B, positions, heads, width], to which keys and values of the new positions are added.
+    [B, positions, heads, width], or pools of pages, to which keys and values of the new positions are added.
     """
     read = {t.name: t for op in block.ops for t in op.inputs if t.name in weights or t.name in arrays}
     strategy = placement.strategy

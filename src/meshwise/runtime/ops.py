@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.tensors import Elementwise
 from meshwise.models.numerics import Numerics, Rotary, Scaling
+from meshwise.runtime.paged import PagedStep
 from meshwise.runtime.products import align
 from meshwise.runtime.refusals import elementwise_of
 
@@ -39,6 +40,7 @@ class Surroundings:
         block, positions: the block that is run, and the positions of its tokens [T].
         latent_rope: width of the part that latent attention rotates, or None.
         recomputed: names of the operations that the backward pass runs again.
+        paged: where the tokens' sequences have their cache, if it is paged.
     """
 
     numerics: Numerics
@@ -51,6 +53,7 @@ class Surroundings:
     positions: Any = None
     latent_rope: int | None = None
     recomputed: frozenset[str] = frozenset()
+    paged: PagedStep | None = None
 
     @property
     def rotary(self) -> Rotary:

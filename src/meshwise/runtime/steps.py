@@ -1,0 +1,256 @@
+"""Steps of an engine: one flat row of tokens of many sequences through the model's program, and a pool of pages.
+
+A step decodes a token each of some sequences, prefills pieces of prompts, or both. Its sizes are rounded up to a
+bucket, and every bucket is compiled before the first request. Not here: what a step holds (`scheduling`), which token
+follows from logits (`sampling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import LayoutError
+from meshwise.core.tensors import Attention
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.models import Model
+from meshwise.models.numerics import read_numerics
+from meshwise.runtime.devices import make_mesh
+from meshwise.runtime.layers import Layer, Stack, run_segment
+from meshwise.runtime.ops import Surroundings
+from meshwise.runtime.paged import PagedStep, Rows
+from meshwise.runtime.params import (
+    Parameter,
+    Run,
+    Segment,
+    Tree,
+    describe_parameters,
+    dtype_of,
+    initial_values,
+    layer_order,
+    plan_segments,
+    zeros,
+)
+from meshwise.runtime.refusals import check_even, check_model
+from meshwise.runtime.shardings import Placement
+from meshwise.runtime.weights import Weights
+from meshwise.sharding import Sharding
+from meshwise.sharding.layout import Layout
+from meshwise.sharding.remat import remat_policy
+
+#: Run -> "k" and "v" -> [layers x pages, tokens of a page, heads, width].
+Pool = dict[str, dict[str, Any]]
+
+#: Queries of a row of prefill: prompts are filled up to a multiple of it.
+ROW = 16
+
+
+class Bucket(NamedTuple):
+    """Sizes of a step.
+
+    Args:
+        decoding: sequences that decode a token.
+        prefill: tokens of prompts, each prompt's filled up to whole rows of `ROW`.
+        logits: positions whose next token is asked for.
+    """
+
+    decoding: int
+    prefill: int
+    logits: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the flat row."""
+        return self.decoding + self.prefill
+
+
+class StepArrays(NamedTuple):
+    """What a step reads besides weights and cache.
+
+    Args:
+        tokens, positions, pages: of the flat row, decoding first: int32 [tokens]; `pages` as in `PagedStep`.
+        decode_tables, prefill_tables: int32 [rows, pages], of rows of one query and of `ROW`.
+        last: places in the flat row whose logits are asked for: int32 [logits].
+    """
+
+    tokens: Any
+    positions: Any
+    pages: Any
+    decode_tables: Any
+    prefill_tables: Any
+    last: Any
+
+    @classmethod
+    def abstract(cls, bucket: Bucket, pages: int) -> StepArrays:
+        """Shapes, for sequences of so many pages."""
+        flat = (bucket.tokens,)
+        tables = ((bucket.decoding, pages), (bucket.prefill // ROW, pages))
+        shapes = (flat, flat, flat, *tables, (bucket.logits,))
+        return cls(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class PagedModel:
+    """A model that runs steps.
+
+    Args:
+        stack: the model as it is executed.
+        parameters: by run and name.
+        pages, page_tokens: of the pool, and tokens of each.
+        dtype: of weights, activations and cache.
+    """
+
+    stack: Stack
+    parameters: Mapping[str, Mapping[str, Parameter]]
+    pages: int
+    page_tokens: int
+    dtype: Any
+
+    @cached_property
+    def abstract_weights(self) -> Tree:
+        """Shapes, formats and shardings of the weights, by run and name."""
+        placement = self.stack.placement
+        return jax.tree.map(lambda p: p.abstract(placement, "weights", self.dtype), self.parameters)
+
+    @cached_property
+    def abstract_pool(self) -> Pool:
+        """Shapes, formats and shardings of the pages of all layers."""
+        placement, sizes = self.stack.placement, self.stack.program.sizes
+        pool: Pool = {}
+        for segment in self.stack.segments:
+            for run in segment.runs:
+                attention = next(op for op in self.stack.block(run.block).ops if isinstance(op, Attention))
+                layers = segment.times * run.count
+                pool[run.key] = {}
+                for name, t in zip(("k", "v"), attention.inputs[1:], strict=True):
+                    heads = t.axes[2:]
+                    held = Sharding.of(heads, placement.strategy.attention_splits(t.axes))
+                    pool[run.key][name] = jax.ShapeDtypeStruct(
+                        (layers * self.pages, self.page_tokens, *(int(sizes[a]) for a in heads)),
+                        self.dtype,
+                        sharding=placement.named(held, 2),
+                    )
+        return pool
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers, on all devices."""
+        arrays = jax.tree.leaves(self.abstract_pool)
+        return sum(a.size * a.dtype.itemsize for a in arrays) // self.pages
+
+    def empty_pool(self) -> Pool:
+        """A pool of zeros, where it is held."""
+        return dict(zeros(self.abstract_pool))
+
+    def load(self, published: Weights) -> Tree:
+        """Read weights from published files, each where it is held."""
+        order = layer_order(self.stack.segments, self.parameters)
+        return published.load(self.parameters, order, self.abstract_weights)
+
+    def initial_weights(self, seed: int) -> Tree:
+        """Draw weights, as `TrainStep.initial_state` does."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
+        draw = jax.jit(lambda s: initial_values(self.parameters, s, self.dtype), out_shardings=shardings)
+        return dict(draw(seed))
+
+    @cached_property
+    def step(self) -> Any:
+        """Jitted: (weights, pool, arrays) -> (logits [logits, V] in fp32, pool). The pool is donated."""
+        weights, pool = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_weights, self.abstract_pool))
+        logits = self.abstract_logits(1).sharding
+        return jax.jit(self._step, in_shardings=(weights, pool, None), out_shardings=(logits, pool), donate_argnums=1)
+
+    def abstract_logits(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Logits of so many positions, whole on every device, where they are sampled."""
+        whole = NamedSharding(self.stack.placement.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct((rows, int(self.stack.program.sizes["V"])), jnp.float32, sharding=whole)
+
+    def compile(self, bucket: Bucket, sequence_pages: int) -> Any:
+        """`step` compiled for a bucket, and sequences of so many pages at most."""
+        arrays = StepArrays.abstract(bucket, sequence_pages)
+        return self.step.lower(self.abstract_weights, self.abstract_pool, arrays).compile()
+
+    def _step(self, weights: Tree, pool: Pool, arrays: StepArrays) -> tuple[jax.Array, Pool]:
+        rows = (Rows(1, arrays.decode_tables), Rows(ROW, arrays.prefill_tables))
+        some = tuple(r for r in rows if r.tokens)
+        paged = PagedStep(arrays.positions, arrays.pages, some, self.pages)
+        x = self.stack.embed(weights, arrays.tokens[None], arrays.positions)
+        made = Pool()
+        for segment in self.stack.segments:
+            own = {run.key: pool[run.key] for run in segment.runs}
+            x, own = self._segment(segment, weights, x, own, paged)
+            made |= own
+        wanted = jnp.take(x, arrays.last, axis=1)
+        logits = self.stack.logits(weights, wanted, arrays.positions[arrays.last])
+        return logits[0].astype(jnp.float32), made
+
+    def _segment(
+        self, segment: Segment, weights: Tree, x: jax.Array, pool: Pool, paged: PagedStep
+    ) -> tuple[jax.Array, Pool]:
+        """Run a segment's layers; the pool goes along with the stream, so that it is written where it is."""
+
+        def layer(run: Run) -> Layer:
+            def one(carry: Any, own: Any) -> tuple[Any, None]:
+                (x, pool), (weights, number) = carry, own
+                stack = replace(self.stack, around=replace(self.stack.around, paged=replace(paged, layer=number)))
+                inputs = {"x": x, "cache.k": pool[run.key]["k"], "cache.v": pool[run.key]["v"]}
+                made = stack.run(stack.block(run.block), inputs, weights, paged.positions)
+                return (made["x_out"], {**pool, run.key: {"k": made["cache.k"], "v": made["cache.v"]}}), None
+
+            return one
+
+        def numbers(run: Run) -> jax.Array:
+            return jnp.arange(segment.times * run.count, dtype=jnp.int32).reshape(segment.stack(run))
+
+        own = {run.key: (weights[run.key], numbers(run)) for run in segment.runs}
+        carried: Any = (x, pool)
+        (x, pool), _ = run_segment(segment, carried, own, layer)
+        return x, pool
+
+
+def paged_model(
+    model: Model,
+    layout: Layout,
+    devices: Sequence[Any],
+    *,
+    pages: int,
+    page_tokens: int = 16,
+    dtype: DType = DType.BF16,
+) -> PagedModel:
+    """Make what runs steps.
+
+    Args:
+        model: of `EXECUTED_FAMILIES`.
+        layout: tensor splits heads and widths; other axes are refused.
+        devices: as many as the layout has chips.
+        pages, page_tokens: of the pool, and tokens of each.
+        dtype: of weights, activations and cache.
+
+    Raises:
+        ConfigError: for a model that is not executed, by name.
+        LayoutError: for a layout with other axes, or that splits unevenly.
+    """
+    check_model(model)
+    for axis, size in layout.sizes.items():
+        if size > 1 and axis != "tensor":
+            raise LayoutError(
+                f"serve: {axis}={size} is planned, but not yet executed by the engine, which splits over tensor alone; "
+                "run a process for each replica"
+            )
+    numerics = read_numerics(model)
+    mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
+    whole = layout.replace(sequence_parallel=False, expert_tensor_parallel=True, expert_dispatch="ragged")
+    placement = Placement(mesh, LayoutChoices.of(whole).strategy)
+    program = model.train_program()
+    check_even(program, placement, program.bind(batch=1, queries=1, keys=page_tokens))
+    around = Surroundings(numerics, dtype_of(dtype), program.sizes, expert_dispatch="ragged")
+    stack = Stack(program, around, plan_segments(numerics.order), placement, remat_policy("none"))
+    parameters = describe_parameters(program, stack.segments, numerics)
+    return PagedModel(stack, parameters, pages, page_tokens, dtype_of(dtype))

@@ -1,0 +1,110 @@
+"""Steps over a paged cache: the reference library's logits, in any order of pages, on one device and on several."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import LayoutError
+from meshwise.runtime.steps import ROW, Bucket, StepArrays, paged_model
+from meshwise.runtime.weights import open_weights
+from meshwise.sharding.layout import Layout
+from tests.runtime.golden import Golden
+from tests.runtime.steps import dense
+
+PAGES, PAGE = 40, 4
+
+
+def prefilled(model, weights, tokens, lengths, tables):
+    """Logits of the last of `lengths` tokens of each prompt, all in one step, and the pool."""
+    rows = [-(-n // ROW) for n in lengths]
+    size = (sum(rows) + 1) * ROW  # and a row that is filling
+    flat, positions = np.zeros((2, size), np.int32)
+    pages, held = np.full(size, -1, np.int32), np.zeros((size // ROW, tables.shape[1]), np.int32)
+    at, last = 0, []
+    for own, n, table, count in zip(tokens, lengths, tables, rows, strict=True):
+        flat[at : at + n], positions[at : at + n] = own[:n], np.arange(n)
+        pages[at : at + n] = table[np.arange(n) // PAGE]
+        held[at // ROW : at // ROW + count] = table
+        last.append(at + n - 1)
+        at += count * ROW
+    none = np.zeros((0, tables.shape[1]), np.int32)
+    arrays = StepArrays(flat, positions, pages, none, held, np.asarray(last, np.int32))
+    return model.step(weights, model.empty_pool(), arrays)
+
+
+def decoded(model, weights, pool, tokens, *, positions, tables):
+    """Logits after one more token of each sequence, and one row that is filling; and the pool."""
+    pages = [table[p // PAGE] for table, p in zip(tables, positions, strict=True)]
+    none = np.zeros((0, tables.shape[1]), np.int32)
+    flat = np.asarray([*tokens, 0], np.int32)
+    held = np.concatenate([tables, np.zeros_like(tables[:1])])
+    arrays = StepArrays(
+        flat,
+        np.asarray([*positions, 0], np.int32),
+        np.asarray([*pages, -1], np.int32),
+        held,
+        none,
+        np.arange(len(flat), dtype=np.int32),
+    )
+    return model.step(weights, pool, arrays)
+
+
+def against_golden(name, layout, folder):
+    golden = Golden.of(name)
+    model = paged_model(
+        golden.model, layout, jax.devices()[: layout.num_chips], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32
+    )
+    weights = model.load(open_weights(golden.write(folder), golden.model))
+    tokens, length = golden.tokens[:2], golden.tokens.shape[1]
+    tables = np.random.default_rng(0).permutation(PAGES)[:24].reshape(2, 12).astype(np.int32)
+    lengths = [length - 5, length - 3]
+    logits, pool = prefilled(model, weights, tokens, lengths, tables)
+    found = [(row, n - 1, np.asarray(logits)[row]) for row, n in enumerate(lengths)]
+    for more in range(3):
+        positions = [n + more for n in lengths]
+        fed = [tokens[row][p] for row, p in enumerate(positions)]
+        logits, pool = decoded(model, weights, pool, fed, positions=positions, tables=tables)
+        found += [(row, p, np.asarray(logits)[row]) for row, p in enumerate(positions)]
+    for row, position, values in found:
+        np.testing.assert_allclose(values, golden.logits[row][position], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(("name", "tensor"), [("llama", 2), ("gemma3", 1)])
+def test_logits_are_those_of_the_reference_library(name, tensor, tmp_path):
+    """Prompts of two sequences at once, then tokens one at a time, over scattered pages."""
+    against_golden(name, Layout(tensor=tensor), tmp_path)
+
+
+@pytest.mark.slow  # eight families, two programs each: windows, caps, sinks, latents, experts, learned positions
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [(n, 1) for n in ("gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral", "gpt2", "qwen2", "olmo2", "phi3")]
+    + [("gemma2", 2), ("gpt_oss", 2), ("mixtral", 2)],
+)
+def test_logits_of_other_families(name, tensor, tmp_path):
+    against_golden(name, Layout(tensor=tensor), tmp_path)
+
+
+@pytest.mark.jax
+def test_the_pool_is_not_copied():
+    """A step's temporaries are small beside its pool, which is donated and carried through the loop over layers."""
+    model = paged_model(
+        dense("D=64 F=128 L=4 N=4 K=2 H=16 V=64"),
+        Layout(),
+        jax.devices()[:1],
+        pages=8192,
+        page_tokens=16,
+        dtype=DType.FP32,
+    )
+    for bucket in (Bucket(8, 0, 8), Bucket(0, 64, 4)):
+        memory = model.compile(bucket, 32).memory_analysis()
+        pool = model.page_bytes * 8192
+        assert memory.alias_size_in_bytes == pool
+        assert memory.temp_size_in_bytes < pool / 10
+
+
+def test_layouts_that_the_engine_cannot_run_are_refused():
+    with pytest.raises(LayoutError, match="serve: data=2 is planned, but not yet executed by the engine"):
+        paged_model(dense(), Layout(data=2), jax.devices()[:2], pages=8, page_tokens=4)
