@@ -43,5 +43,5 @@ def test_every_module_says_what_it_is_for():
 
 def test_the_layers_are_these():
     layers = sorted({name.split(".")[1] for name in MODULES})
-    expected = "book cli commands compiler core costs exports hardware jobs models profile report runtime scheduling"
-    assert layers == f"{expected} scoring search sharding simulation web".split()
+    expected = "book cli commands compiler core costs engine exports hardware jobs models profile report runtime"
+    assert layers == f"{expected} scheduling scoring search sharding simulation web".split()

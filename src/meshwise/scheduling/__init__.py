@@ -3,6 +3,7 @@
 The simulator and the engine both drive it, so that what is simulated is what runs.
 """
 
+from meshwise.scheduling.blocks import BlockTable, block_path
 from meshwise.scheduling.cache import PagedCache
 from meshwise.scheduling.limits import POLICIES, PREEMPTIONS, Scheduling, Speculation
 from meshwise.scheduling.pages import FluidPages, Pages
@@ -14,6 +15,7 @@ from meshwise.scheduling.scheduler import Scheduler, Step
 __all__ = [
     "POLICIES",
     "PREEMPTIONS",
+    "BlockTable",
     "FluidPages",
     "PagedCache",
     "Pages",
@@ -26,4 +28,5 @@ __all__ = [
     "Scheduling",
     "Speculation",
     "Step",
+    "block_path",
 ]

@@ -24,16 +24,18 @@ class Node:
         pins: requests that use it or what comes after it.
         used: when it was last used, a counter.
         children: what may come after it.
+        page: that holds it, where it is one block of an engine; else below 0.
         offered: whether it is among those that may be evicted; it has one entry there, maybe of an earlier use.
     """
 
-    __slots__ = ("begin", "children", "name", "offered", "parent", "pins", "tokens", "used")
+    __slots__ = ("begin", "children", "name", "offered", "page", "parent", "pins", "tokens", "used")
 
     def __init__(self, parent: Node | None, name: str | bytes, begin: int) -> None:
         self.parent, self.name, self.begin = parent, name, begin
         self.tokens = self.pins = self.used = 0
         self.children: dict[str | bytes, Node] = {}
         self.offered = False
+        self.page = -1
 
     @property
     def end(self) -> int:
@@ -57,12 +59,14 @@ class PrefixCache:
     Attributes:
         blocks: that it holds.
         pinned: of these, blocks that requests use now; the others can be had by evicting.
+        freed: takes the pages of what is evicted, where parts have pages.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.root = Node(None, "", 0)
         self.blocks = self.pinned = 0
+        self.freed: list[int] | None = None
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []
         self._pushed = 0
@@ -144,6 +148,8 @@ class PrefixCache:
             blocks -= size
             parent, node.parent = node.parent, None
             del parent.children[node.name]
+            if self.freed is not None:
+                self.freed.append(node.page)
             self._offer(parent)
 
     def _offer(self, node: Node) -> None:

@@ -91,8 +91,8 @@ class Scheduler(Generic[R]):
             and self.running.count < self.scheduling.max_batch
         )
 
-    def cancel(self, request: R) -> None:
-        """Drop a request that is not done, and free its blocks; between steps only."""
+    def cancel(self, request: R) -> bool:
+        """Drop a request and free its blocks, between steps only; False if it is not here any more."""
         cache = self.cache
         if request.serial:
             self._release(request)
@@ -101,9 +101,12 @@ class Scheduler(Generic[R]):
         elif request in self.ready:
             self.ready.remove(request)
         else:
-            piece = next(piece for piece in self.prefilling if piece.request is request)
+            piece = next((piece for piece in self.prefilling if piece.request is request), None)
+            if piece is None:
+                return False
             self.prefilling.remove(piece)
             cache.used -= cache.unshare(request, piece.tokens)
+        return True
 
     # What to do next
 

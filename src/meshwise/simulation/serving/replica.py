@@ -66,6 +66,7 @@ class Replica:
         self._activity = Activity(number, costs.kv_blocks)
         self._hand_over = hand_over
         self._sent: list[tuple[float, float]] = []  # when blocks of requests that were handed over may be dropped
+        self._cancelled: list[Request] = []  # to be let go before the next step
         self._busy = False  # whether what it does now is still to be settled
         self._begun = begins
         self._in_use = 0.0  # blocks when the running step, or run, begins
@@ -112,16 +113,29 @@ class Replica:
         scheduler = self.scheduler
         scheduler.add(request)
         if self._running and scheduler.takes_another():
-            steps = self.decoding.steps_until(time, self._run_begun, self._run_steps)
-            if steps < self._run_steps:
-                self._run_steps = steps
-                self.clock = self._run_begun + self.decoding.seconds(steps)
+            self._cut(time)
+
+    def cancel(self, request: Request, time: float) -> None:
+        """Let a request go at `time`, up to which all was done: when the step that runs then is over."""
+        self._cancelled.append(request)
+        if self._running:
+            self._cut(time)
+
+    def _cut(self, time: float) -> None:
+        """End a run with the step that runs at `time`."""
+        steps = self.decoding.steps_until(time, self._run_begun, self._run_steps)
+        if steps < self._run_steps:
+            self._run_steps = steps
+            self.clock = self._run_begun + self.decoding.seconds(steps)
 
     # What to do next
 
     def _begin(self) -> bool:
         """Begin what comes next, if there is anything."""
         decoding, scheduler = self.decoding, self.scheduler
+        if self._cancelled:
+            self.outstanding -= sum(map(scheduler.cancel, self._cancelled))
+            self._cancelled.clear()
         if self._sent:
             self._drop_sent()
         elif not decoding.count and not scheduler.prefilling:

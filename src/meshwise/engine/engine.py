@@ -1,0 +1,288 @@
+"""The engine: requests in, steps by the scheduler, tokens out. One thread decides and runs; others only send.
+
+A request that comes, or is cancelled, is seen before the next step begins. Every decision is told to a log, which
+replayed gives the same decisions (`replay`). Not here: how a step is executed (`executor`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from meshwise.engine.replay import head
+from meshwise.engine.requests import EngineRequest, Token
+from meshwise.scheduling import BlockTable, Pages, Running, Scheduler, Scheduling
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A request that decodes in a step.
+
+    Args:
+        request: whose last token is fed.
+        position: of this token.
+        table: pages of the request.
+    """
+
+    request: EngineRequest
+    position: int
+    table: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a prompt in a step.
+
+    Args:
+        request: whose tokens are fed.
+        start, count: position of the first, and how many.
+        last: whether the next token follows from it.
+        table: pages of the request.
+    """
+
+    request: EngineRequest
+    start: int
+    count: int
+    last: bool
+    table: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step executes; tokens follow for each that decodes, then for each last piece, in order."""
+
+    decodes: list[Decode]
+    chunks: list[Chunk]
+
+    @property
+    def asking(self) -> list[EngineRequest]:
+        """Requests whose next token the step gives."""
+        return [d.request for d in self.decodes] + [c.request for c in self.chunks if c.last]
+
+
+class Executor(Protocol):
+    """Executes steps."""
+
+    def run(self, work: Work) -> list[Token]:
+        """The next token of each of `work.asking`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step that is over.
+
+    Args:
+        begun, seconds: of the engine's clock.
+        contexts: of each request that decoded, the tokens it attended to.
+        chunks: of each piece of a prompt, tokens cached before, and its own.
+        waiting: requests that waited when it began.
+        blocks: that requests used when it ended.
+    """
+
+    begun: float
+    seconds: float
+    contexts: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]
+    waiting: int
+    blocks: float
+
+    @property
+    def kind(self) -> str:
+        """Of the step: decode, prefill or mixed."""
+        return "decode" if not self.chunks else "mixed" if self.contexts else "prefill"
+
+
+class Watcher(Protocol):
+    """Who hears what the engine does, in its thread."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step is over."""
+        ...
+
+    def over(self, request: EngineRequest) -> None:
+        """A request is over."""
+        ...
+
+
+#: One line of the log: what happened, and its numbers.
+Entry = tuple[Any, ...]
+
+
+class Engine:
+    """Serves requests.
+
+    Args:
+        scheduling: policy and limits.
+        blocks, block_tokens: pages of the cache, and tokens of each.
+        executor: executes steps.
+        clock: seconds.
+        log: takes an entry for each thing that happens, in order; see `replay`.
+        watcher: see there.
+    """
+
+    def __init__(
+        self,
+        scheduling: Scheduling,
+        blocks: int,
+        executor: Executor,
+        *,
+        block_tokens: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+        log: Callable[[Entry], None] | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
+        assert scheduling.preemption == "recompute", "refused before: swapping"
+        assert scheduling.speculation is None, "refused before: drafts"
+        self.executor, self.clock = executor, clock
+        self.running: Running[EngineRequest] = Running(block_tokens)
+        assert isinstance(self.running.pages, Pages), "without drafts"
+        self.cache = BlockTable(self.running.pages, blocks, keeps_prefixes=scheduling.prefix_cache)
+        self.scheduler: Scheduler[EngineRequest] = Scheduler(scheduling, self.cache, self.running)
+        self.failure: BaseException | None = None
+        self._log, self._watcher = log, watcher
+        self._record(*head(scheduling, blocks, block_tokens))
+        self._inbox: deque[tuple[str, EngineRequest]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._count = 0
+        self.outstanding = 0
+
+    # From any thread
+
+    def submit(self, request: EngineRequest) -> None:
+        """Send a request; its sink hears of it."""
+        request.times["arrived"] = self.clock()
+        self._inbox.append(("add", request))
+        self._wake.set()
+
+    def cancel(self, request: EngineRequest) -> None:
+        """Let a request go before the next step, if it is not over by then."""
+        self._inbox.append(("cancel", request))
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Let `serve` return after the running step."""
+        self._stopping = True
+        self._wake.set()
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest request that fits when it is alone."""
+        return self.cache.most_tokens
+
+    # In the engine's thread
+
+    def serve(self) -> None:
+        """Serve until `stop`; on a failure of the executor all requests end with an error."""
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                if not self.step():
+                    self._wake.wait()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._end_all("error" if self.failure else "cancelled")
+
+    def step(self) -> bool:
+        """Take in what came, and run a step; False where there is nothing to do."""
+        self._take_in()
+        step = self.scheduler.begin()
+        if step is None:
+            return False
+        begun = self.clock()
+        members = list(self.running.members.values()) if step.decoding else []
+        held = [int(self.running.tokens(request)) for request in members]
+        decodes = [
+            Decode(request, tokens, self.cache.grow(request, tokens + 1))
+            for request, tokens in zip(members, held, strict=True)
+        ]
+        chunks = [
+            Chunk(p.request, p.done, new, p.done + new == p.tokens, self.cache.grow(p.request, p.tokens))
+            for p, new in step.chunks
+        ]
+        work = Work(decodes, chunks)
+        if self._log is not None:
+            self._record("step", *self._described(work))
+        for chunk in chunks:
+            chunk.request.times.setdefault("begun", begun)
+        made = self.executor.run(work)
+        ended = self._hand_out(work.asking, made)
+        self.scheduler.settle(step, ended)
+        if self._log is not None:
+            self._record("ended", [(request.index, request.kept()) for request in ended])
+        for request in ended:
+            self._over(request)
+        if self._watcher is not None:
+            contexts = tuple(tokens + 1 for tokens in held)
+            pieces = tuple((c.start, c.count) for c in chunks)
+            waiting = len(self.scheduler.waiting)
+            seconds = self.clock() - begun
+            self._watcher.step(StepRecord(begun, seconds, contexts, pieces, waiting, self.cache.in_use))
+        return True
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            what, request = self._inbox.popleft()
+            if what == "add":
+                request.index = self._count
+                self._count += 1
+                self.outstanding += 1
+                self._record("add", request.index, request.prompt, request.prefix)
+                self.scheduler.add(request)
+            elif request.reason is None:
+                self._record("cancel", request.index)
+                self.scheduler.cancel(request)
+                request.reason = "cancelled"
+                self._over(request)
+
+    def _hand_out(self, asking: list[EngineRequest], made: list[Token]) -> list[EngineRequest]:
+        """Give each request its token; those that are over with it."""
+        now, ended = self.clock(), []
+        for request, token in zip(asking, made, strict=True):
+            request.times.setdefault("first", now)
+            try:
+                request.reason = request.take(token)
+            except Exception:  # noqa: BLE001 -- whatever a sink does, others go on
+                request.reason = "error"
+            if request.reason is not None:
+                ended.append(request)
+        return ended
+
+    def _over(self, request: EngineRequest) -> None:
+        request.times["done"] = self.clock()
+        self.outstanding -= 1
+        if self._watcher is not None:
+            self._watcher.over(request)
+        _tell(request)
+
+    def _end_all(self, reason: str) -> None:
+        """All that is not over ends, those too that wait to be taken in."""
+        scheduler = self.scheduler
+        here = [*self.running.members.values(), *scheduler.waiting, *(p.request for p in scheduler.prefilling)]
+        for request in [*here, *(r for what, r in self._inbox if what == "add")]:
+            request.reason = reason
+            _tell(request)
+        self._inbox.clear()
+
+    def _described(self, work: Work) -> tuple[list[list[Any]], list[list[Any]]]:
+        """A step in numbers: who decodes with which pages, and which pieces of whom."""
+        decodes = [[d.request.index, d.position, list(d.table)] for d in work.decodes]
+        return decodes, [[c.request.index, c.start, c.count, list(c.table)] for c in work.chunks]
+
+    def _record(self, *entry: Any) -> None:
+        if self._log is not None:
+            self._log(entry)
+
+
+def _tell(request: EngineRequest) -> None:
+    """Say that a request is over; a sink that fails harms nobody."""
+    with contextlib.suppress(Exception):
+        request.sink.done(request.reason or "error")

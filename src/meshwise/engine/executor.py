@@ -1,0 +1,185 @@
+"""Steps executed with JAX: padded to a bucket that was compiled before, sampled on the device.
+
+Not here: the program (`runtime.steps`), decisions (`engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwise.engine.engine import Chunk, Work
+from meshwise.engine.requests import EngineRequest, Sampling, Token
+from meshwise.runtime.params import Tree
+from meshwise.runtime.sampling import SamplingArrays, compiled, greedy
+from meshwise.runtime.steps import ROW, Bucket, PagedModel, StepArrays
+from meshwise.scheduling import Scheduling
+
+
+def plan_buckets(scheduling: Scheduling, longest: int) -> list[Bucket]:
+    """Sizes of steps to compile: powers of two, up to the largest step that the limits allow.
+
+    >>> [tuple(b) for b in plan_buckets(Scheduling(max_batch=4, max_step_tokens=64), 64)]
+    [(1, 0, 1), (2, 0, 2), (4, 0, 4), (0, 16, 1), (0, 32, 2), (0, 64, 4), (0, 128, 4)]
+
+    Args:
+        scheduling: of the engine.
+        longest: tokens of the longest prompt, which may go alone.
+    """
+    most = scheduling.max_batch
+    decode = [Bucket(n, 0, n) for n in _powers(1, most)]
+    # Each prompt of a step is filled up to whole rows.
+    largest = max(longest, scheduling.max_step_tokens) + (ROW - 1) * min(most, scheduling.max_step_tokens)
+    prefill = [Bucket(0, n, min(most, n // ROW)) for n in _powers(ROW, largest)]
+    mixed = [Bucket(most, b.prefill, most + b.logits) for b in prefill] if scheduling.policy == "chunked" else []
+    return [*decode, *prefill, *mixed]
+
+
+def _powers(least: int, most: int) -> list[int]:
+    """Doubled from `least` until it is `most` or more; where it is not a power of two times `least`, `most` itself."""
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] * 2)
+    if least == 1:
+        sizes[-1] = most
+    return sizes
+
+
+class JaxExecutor:
+    """Executes steps on devices.
+
+    Args:
+        model: compiled for its pages.
+        weights: by run and name.
+        scheduling: of the engine, whose steps are compiled for.
+        longest: tokens of the longest request.
+        progress: told a line now and then.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        weights: Tree,
+        scheduling: Scheduling,
+        longest: int,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.model, self.weights, self.longest = model, weights, longest
+        self.sequence_pages = -(-longest // model.page_tokens)
+        self.buckets = plan_buckets(scheduling, longest)
+        self._steps: dict[Bucket, Any] = {}
+        self._greedy: dict[int, Any] = {}
+        self._sample: dict[tuple[int, int], Any] = {}
+        for number, bucket in enumerate(self.buckets, 1):
+            progress(f"compiling step {number} of {len(self.buckets)}")
+            self._steps[bucket] = model.compile(bucket, self.sequence_pages)
+        for rows in sorted({bucket.logits for bucket in self.buckets}):
+            progress(f"compiling sampling of {rows}")
+            self._compile_sampling(rows)
+        self._pool = model.empty_pool()
+
+    def _compile_sampling(self, rows: int) -> None:
+        logits = self.model.abstract_logits(rows)
+        self._greedy[rows] = jax.jit(greedy).lower(logits).compile()
+        for length in (1, self.longest):
+            seen = jax.ShapeDtypeStruct((rows, length), np.int32)
+            produced = jax.ShapeDtypeStruct((rows, length), np.bool_)
+            lowered = compiled.lower(length, logits, SamplingArrays.abstract(rows), seen, produced)
+            self._sample[rows, length] = lowered.compile()
+
+    def bucket(self, work: Work) -> Bucket:
+        """The smallest bucket that holds a step."""
+        decoding, prefill = len(work.decodes), sum(_rows(c) * ROW for c in work.chunks)
+        logits = decoding + sum(c.last for c in work.chunks)
+        fitting = (b for b in self.buckets if b.decoding >= decoding and b.prefill >= prefill and b.logits >= logits)
+        return min(fitting, key=lambda b: (b.tokens, b.logits))
+
+    def run(self, work: Work) -> list[Token]:
+        """The next token of each of `work.asking`."""
+        bucket, asking = self.bucket(work), work.asking
+        arrays = self._arrays(work, bucket)
+        logits, self._pool = self._steps[bucket](self.weights, self._pool, arrays)
+        if not asking:
+            jax.block_until_ready(logits)
+            return []
+        if all(request.sampling.plain for request in asking):
+            ids = np.asarray(self._greedy[bucket.logits](logits)).tolist()
+            return [Token(token) for token in ids[: len(asking)]]
+        return self._sampled(logits, asking, bucket.logits)
+
+    def _arrays(self, work: Work, bucket: Bucket) -> StepArrays:
+        """Lay a step out: those that decode first, then prompts in whole rows."""
+        page_tokens = self.model.page_tokens
+        tokens, positions = np.zeros((2, bucket.tokens), np.int32)
+        pages = np.full(bucket.tokens, -1, np.int32)
+        decode_tables = np.zeros((bucket.decoding, self.sequence_pages), np.int32)
+        prefill_tables = np.zeros((bucket.prefill // ROW, self.sequence_pages), np.int32)
+        last: list[int] = []
+        for place, decode in enumerate(work.decodes):
+            tokens[place] = decode.request.tokens[decode.position]
+            positions[place] = decode.position
+            pages[place] = decode.table[decode.position // page_tokens]
+            decode_tables[place, : len(decode.table)] = decode.table
+            last.append(place)
+        at = bucket.decoding
+        for chunk in work.chunks:
+            own, there = slice(at, at + chunk.count), np.arange(chunk.start, chunk.start + chunk.count)
+            tokens[own] = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
+            positions[own] = there
+            pages[own] = np.asarray(chunk.table)[there // page_tokens]
+            row, rows = (at - bucket.decoding) // ROW, _rows(chunk)
+            prefill_tables[row : row + rows, : len(chunk.table)] = chunk.table
+            if chunk.last:
+                last.append(at + chunk.count - 1)
+            at += rows * ROW
+        wanted = np.zeros(bucket.logits, np.int32)
+        wanted[: len(last)] = last
+        return StepArrays(tokens, positions, pages, decode_tables, prefill_tables, wanted)
+
+    def _sampled(self, logits: Any, asking: Sequence[EngineRequest], rows: int) -> list[Token]:
+        how = _sampling(asking, rows)
+        length = self.longest if any(request.sampling.penalised for request in asking) else 1
+        seen, produced = np.full((rows, length), -1, np.int32), np.zeros((rows, length), np.bool_)
+        if length > 1:
+            for place, request in enumerate(asking):
+                seen[place, : len(request.tokens)] = request.tokens
+                produced[place, request.prompt : len(request.tokens)] = True
+        made = jax.device_get(self._sample[rows, length](logits, how, seen, produced))
+        out = []
+        for place, request in enumerate(asking):
+            count = request.sampling.logprobs
+            if count is None:
+                out.append(Token(int(made.tokens[place])))
+                continue
+            likely = zip(made.likely[place][:count].tolist(), made.likely_logprob[place][:count].tolist(), strict=True)
+            out.append(Token(int(made.tokens[place]), float(made.logprob[place]), tuple(likely)))
+        return out
+
+
+def _rows(chunk: Chunk) -> int:
+    """Rows that a piece of a prompt fills."""
+    return -(-chunk.count // ROW)
+
+
+def _sampling(asking: Sequence[EngineRequest], rows: int) -> SamplingArrays:
+    """How each row is sampled; rows that are none take the most likely token."""
+    own = [(request.sampling, request.made) for request in asking]
+    own += [(Sampling(), 0)] * (rows - len(own))
+
+    def column(kind: type, value: Callable[[Sampling], float]) -> Any:
+        return np.asarray([value(s) for s, _ in own], kind)
+
+    return SamplingArrays(
+        temperature=column(np.float32, lambda s: s.temperature),
+        top_p=column(np.float32, lambda s: s.top_p),
+        top_k=column(np.int32, lambda s: s.top_k),
+        min_p=column(np.float32, lambda s: s.min_p),
+        presence=column(np.float32, lambda s: s.presence_penalty),
+        frequency=column(np.float32, lambda s: s.frequency_penalty),
+        repetition=column(np.float32, lambda s: s.repetition_penalty),
+        seed=column(np.uint32, lambda s: s.seed),
+        drawn=np.asarray([made for _, made in own], np.int32),
+    )

@@ -1,0 +1,161 @@
+"""A request to the engine: tokens, how they are sampled, when they end, and who hears of them.
+
+Not here: text (`text`), batches (`scheduling`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.scheduling import Path, Request, block_path
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Args:
+        temperature: 0: the most likely token.
+        top_p, top_k, min_p: filters; 1, 0 and 0 filter nothing.
+        presence_penalty, frequency_penalty, repetition_penalty: 0, 0 and 1 change nothing.
+        seed: of what is drawn.
+        logprobs: alternatives that are told beside each token's own logprob; None: no logprobs.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what was seen changes what follows."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the most likely token is all that is asked for."""
+        return self.temperature == 0 and not self.penalised and self.logprobs is None
+
+
+class Token(NamedTuple):
+    """A token that was sampled.
+
+    Args:
+        id: of the vocabulary.
+        logprob: under the model; 0 where none was asked for.
+        likely: the most likely tokens, with their logprobs; as many as were asked for.
+    """
+
+    id: int
+    logprob: float = 0.0
+    likely: tuple[tuple[int, float], ...] = ()
+
+
+class Sink(Protocol):
+    """Who hears of a request's tokens, in the engine's thread."""
+
+    def token(self, token: Token) -> bool:
+        """Take a token; True: the output ends with it (a stop word)."""
+        ...
+
+    def done(self, reason: str) -> None:
+        """The output is over: "stop", "length", "cancelled" or "error"."""
+        ...
+
+
+@dataclass(slots=True)
+class Collected:
+    """A sink that keeps all."""
+
+    tokens: list[Token] = field(default_factory=list)
+    reason: str | None = None
+
+    def token(self, token: Token) -> bool:
+        """Keep a token."""
+        self.tokens.append(token)
+        return False
+
+    def done(self, reason: str) -> None:
+        """Keep the reason."""
+        self.reason = reason
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens alone."""
+        return [token.id for token in self.tokens]
+
+
+class EngineRequest(Request):
+    """A request to the engine.
+
+    Args:
+        index: its number, in the order of arrival; given by the engine.
+        prompt_tokens: at least one.
+        max_tokens: of its output.
+        sampling: how they are chosen.
+        stops: tokens that end the output; they are not part of it.
+        sink: who hears of it.
+        block_tokens: of the engine's cache.
+        salt: only requests of the same salt share what is cached.
+
+    Attributes:
+        tokens: of the prompt, and of the output as it comes.
+        reason: why it is over; None: it is not.
+        times: when it came, was first worked on, gave its first token, and was done; seconds of the engine's clock.
+    """
+
+    __slots__ = ("block_tokens", "max_tokens", "reason", "salt", "sampling", "sink", "stops", "times", "tokens")
+
+    def __init__(
+        self,
+        prompt_tokens: Sequence[int],
+        max_tokens: int,
+        sink: Sink,
+        *,
+        sampling: Sampling | None = None,
+        stops: frozenset[int] = frozenset(),
+        block_tokens: int = 16,
+        salt: bytes = b"",
+    ) -> None:
+        if not prompt_tokens:
+            raise MeshwiseError("a request needs at least one token of a prompt, found none")
+        if max_tokens < 1:
+            raise MeshwiseError(f"max tokens: expected at least 1, found {max_tokens}")
+        self.tokens = array("i", prompt_tokens)
+        self.block_tokens, self.salt = block_tokens, salt
+        super().__init__(-1, len(self.tokens), self._path(len(self.tokens)))
+        self.max_tokens, self.sink, self.stops = max_tokens, sink, stops
+        self.sampling = sampling or Sampling()
+        self.reason: str | None = None
+        self.times: dict[str, float] = {}
+
+    @property
+    def made(self) -> int:
+        """Tokens of its output so far."""
+        return len(self.tokens) - self.prompt
+
+    def kept(self) -> Path:
+        """Whole blocks of its prompt and output; the last token is not in the cache."""
+        return self._path(len(self.tokens) - 1)
+
+    def _path(self, length: int) -> Path:
+        return block_path(self.tokens[:length].tobytes(), self.tokens.itemsize, self.block_tokens, self.salt)
+
+    def take(self, token: Token) -> str | None:
+        """Take its next token; the reason, where the output ends with it."""
+        self.tokens.append(token.id)
+        if token.id in self.stops:
+            return "stop"
+        if self.sink.token(token):
+            return "stop"
+        return "length" if self.made >= self.max_tokens else None

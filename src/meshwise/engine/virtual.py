@@ -1,0 +1,63 @@
+"""The engine in virtual time: steps take what costs say and give tokens that are known before; nothing is executed.
+
+With it the engine's decisions are compared with the simulator's, for the very same requests. Not here: JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwise.costs.engine import EngineCosts
+from meshwise.engine.engine import Engine, Work
+from meshwise.engine.requests import EngineRequest, Token
+
+
+@dataclass(slots=True)
+class VirtualExecutor:
+    """Executes steps in no time, by a clock that goes on as costs say.
+
+    Args:
+        costs: of a step.
+        outputs: what each request will be given.
+        now: seconds.
+    """
+
+    costs: EngineCosts
+    outputs: Mapping[EngineRequest, Sequence[int]]
+    now: float = 0.0
+    steps: list[tuple[float, int, int, int]] = field(default_factory=list)
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def run(self, work: Work) -> list[Token]:
+        """Let time pass."""
+        contexts = [d.position + 1 for d in work.decodes]
+        chunks = [(c.start, c.count) for c in work.chunks]
+        self.now += self.costs.step_seconds(contexts, chunks)
+        self.steps.append((self.now, len(contexts), len(chunks), sum(new for _, new in chunks)))
+        return [Token(self.outputs[request][request.made]) for request in work.asking]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A request that comes, or is cancelled, at a time."""
+
+    time: float
+    request: EngineRequest
+    cancelled: bool = False
+
+
+def serve_events(engine: Engine, executor: VirtualExecutor, events: Sequence[Event]) -> None:
+    """Serve requests that come and are cancelled over virtual time; events are in its order."""
+    coming = list(events)[::-1]
+    while True:
+        while coming and coming[-1].time <= executor.now:
+            event = coming.pop()
+            (engine.cancel if event.cancelled else engine.submit)(event.request)
+        if not engine.step():
+            if not coming:
+                return
+            executor.now = max(executor.now, coming[-1].time)

@@ -1,0 +1,103 @@
+"""The engine with JAX: tokens are those of decoding alone, whatever else runs; nothing is compiled after the start."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshwise.core.dtypes import DType
+from meshwise.engine.engine import Engine
+from meshwise.engine.executor import JaxExecutor, plan_buckets
+from meshwise.engine.requests import Collected, EngineRequest, Sampling
+from meshwise.runtime import generator
+from meshwise.runtime.steps import paged_model
+from meshwise.scheduling import Scheduling
+from meshwise.sharding.layout import Layout
+from tests.runtime.steps import dense
+
+MODEL = dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64")
+LONGEST = 64
+
+
+def engine_of(scheduling, blocks=24, layout=None):
+    layout = layout or Layout()
+    model = paged_model(MODEL, layout, jax.devices()[: layout.num_chips], pages=blocks, page_tokens=4, dtype=DType.FP32)
+    weights = model.initial_weights(3)
+    return Engine(scheduling, blocks, JaxExecutor(model, weights, scheduling, LONGEST), block_tokens=4), weights
+
+
+def alone(weights, prompt, count):
+    made = generator(MODEL, Layout(), jax.devices()[:1], sequences=1, length=LONGEST, dtype=DType.FP32)
+    weights = jax.tree.map(lambda w: jax.device_put(np.asarray(w), jax.devices()[0]), weights)
+    return np.asarray(made.greedy(weights, np.asarray([prompt]), count))[0].tolist()
+
+
+def prompts(count, draw):
+    root = draw.integers(0, 64, 20).tolist()
+    return [[*root[: draw.integers(0, 18)], *draw.integers(0, 64, draw.integers(1, 12)).tolist()] for _ in range(count)]
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(("policy", "layout"), [("chunked", None), ("prefill-first", Layout(tensor=2))])
+def test_tokens_are_those_of_decoding_alone(policy, layout):
+    """Batches, shared prefixes and preemptions change no token; nor is anything compiled once it runs."""
+    engine, weights = engine_of(Scheduling(policy, 4, 24, prefix_cache=True, watermark=0.0), layout=layout)
+    draw = np.random.default_rng(0)
+    asked = [(prompt, int(draw.integers(1, 24))) for prompt in prompts(12, draw)]
+    requests = [EngineRequest(p, n, Collected(), block_tokens=4) for p, n in asked]
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax._src.compiler.backend_compile_and_load", None)  # whatever compiles now, fails
+        for request in requests:
+            engine.submit(request)
+            engine.step()
+        while engine.step():
+            engine.cache.check()
+    assert engine.scheduler.preemptions
+    assert engine.scheduler.hit_tokens
+    for request, (prompt, count) in zip(requests, asked, strict=True):
+        assert request.sink.ids == alone(weights, prompt, count), request.index
+
+
+@pytest.mark.jax
+def test_sampled_tokens_do_not_depend_on_who_shares_the_batch():
+    how = Sampling(temperature=0.9, top_p=0.9, top_k=30, presence_penalty=0.3, seed=11, logprobs=3)
+    engine, _ = engine_of(Scheduling("prefill-first", 4, 32), blocks=64)
+
+    def served(others):
+        mine = EngineRequest([5, 6, 7], 12, Collected(), sampling=how, block_tokens=4)
+        for request in [*others, mine]:
+            engine.submit(request)
+        while engine.step():
+            pass
+        return mine.sink.tokens
+
+    first = served([])
+    others = [EngineRequest([k, 1], 9, Collected(), sampling=Sampling(1.0, seed=k), block_tokens=4) for k in range(3)]
+    assert [t.id for t in served(others)] == [t.id for t in first]
+    assert all(len(t.likely) == 3 and t.logprob <= t.likely[0][1] + 1e-6 for t in first)
+
+
+@pytest.mark.jax
+def test_stop_tokens_and_cancellation():
+    engine, weights = engine_of(Scheduling("chunked", 4, 24))
+    expected = alone(weights, [1, 2, 3], 8)
+    stopped = EngineRequest([1, 2, 3], 8, Collected(), stops=frozenset(expected[3:4]), block_tokens=4)
+    gone = EngineRequest([4] * 9, 40, Collected(), block_tokens=4)
+    engine.submit(stopped)
+    engine.submit(gone)
+    for _ in range(5):
+        engine.step()
+    engine.cancel(gone)
+    while engine.step():
+        pass
+    assert (stopped.reason, gone.reason) == ("stop", "cancelled")
+    assert stopped.sink.ids == expected[: expected.index(expected[3])]
+    assert engine.cache.used == 0
+    engine.cache.check()
+
+
+def test_buckets_hold_every_step_that_the_limits_allow():
+    for policy in ("prefill-first", "chunked"):
+        buckets = plan_buckets(Scheduling(policy, 6, 40), 100)
+        assert max(b.prefill for b in buckets) >= 100 + 15 * 6
+        assert {b.decoding for b in buckets if not b.prefill} == {1, 2, 4, 6}
+        assert ({b.decoding for b in buckets if b.prefill} == {0, 6}) == (policy == "chunked")
