@@ -26,6 +26,7 @@ from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.exports.exported import Exported as Exported
 from meshwise.report.bench import BenchResult
 from meshwise.report.collective import CollectiveCase
+from meshwise.report.load import LoadResult
 from meshwise.report.roofline import RooflineCase
 from meshwise.report.rule import RuleAnswer
 from meshwise.report.run import GenerateResult, RunResult
@@ -153,6 +154,29 @@ def generate(
     progress: Callable[[str], None] = ...,
     say: Callable[[str], None] = ...,
 ) -> GenerateResult: ...
+def load(
+    url: str,
+    *,
+    rate: float | None = None,
+    prompt: str | float = "128",
+    output: str | float = "32",
+    arrivals: str = "poisson",
+    requests: str | int | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    model: str | None = None,
+    api_key: str | None = None,
+    costs: str | None = None,
+    prefix_tokens: int = 0,
+    prefix_groups: int = 1,
+    vocabulary: int = 1000,
+    ignore_eos: bool = True,
+    timeout: str | float = 600.0,
+    chip: str = "",
+    num_chips: int = 1,
+    engine: str = "unknown",
+    progress: Callable[[str], None] = ...,
+) -> LoadResult: ...
 def plan_serve(
     model: str,
     *,

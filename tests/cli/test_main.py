@@ -15,6 +15,7 @@ from meshwise import __version__
 from meshwise.cli import main as entry
 from meshwise.cli.main import COMMANDS
 from meshwise.core.errors import InfeasibleError, MissingDependencyError
+from tests.cli import endpoint
 
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 
@@ -30,6 +31,8 @@ PLAN = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
 SWEEP = Path(tempfile.mkdtemp()) / "sweep.toml"
 SWEEP.write_text('command = "fit"\nmodel = "llama-3-8b"\non = "h100:1"\n', encoding="utf-8")
 
+SMALL = "D=8 F=16 L=1 N=2 K=2 H=4 V=32"
+
 #: One working call of every command; a new command must be added here.
 WORKING = {
     "plan train": TRAIN,
@@ -40,7 +43,7 @@ WORKING = {
     "simulate train": [PLAN],
     "simulate serve": [ENGINE, "--rate", "4", "--requests", "200", "--ttft", "200ms"],
     "run": [
-        "D=8 F=16 L=1 N=2 K=2 H=4 V=32",
+        SMALL,
         "--on",
         "v5e:1x1",
         "--batch-tokens",
@@ -52,6 +55,8 @@ WORKING = {
         "--steps",
         "2",
     ],
+    "serve": [SMALL, "--port", "0", "--max-len", "32", "--max-batch", "2", "--duration", "200ms"],
+    "load": [endpoint.start(), "--rate", "500", "--requests", "5"],
     "fit": ["llama-3-8b", "--on", "h100:1"],
     "sweep": [str(SWEEP), "--out", str(SWEEP.with_name("rows.csv")), "--jobs", "1"],
     "model": ["llama-3-70b"],
@@ -83,7 +88,7 @@ WORKING = {
 
 
 #: Those that start JAX, compile or measure.
-JAX = ("run", "verify", "bench")
+JAX = ("run", "serve", "verify", "bench")
 ALL = [pytest.param(name, marks=[pytest.mark.jax] if name in JAX else []) for name in WORKING]
 
 
@@ -121,8 +126,9 @@ def test_words_are_completed(words, found):
 
 def warned(done):
     """What stderr says besides progress on a slow machine, and which devices were looked for in vain."""
-    usual = ("searching ", "compiling", "step ", "scoring: ", "constant ", "no GPU driver found")
-    return [line for line in done.err.splitlines() if not line.startswith(usual)]
+    usual = ("searching ", "compiling", "reading weights", "step ", "scoring: ", "constant ", "no GPU driver found")
+    lines = done.err.splitlines()
+    return [line for line in lines if not line.startswith(usual) and "Ctrl-C ends" not in line]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

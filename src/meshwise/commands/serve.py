@@ -1,0 +1,317 @@
+"""`serve`: a model, or a plan of serving, behind an endpoint; at the end what was measured beside what was predicted.
+
+JAX and the server are loaded when something is served. Not here: words (`report`), the engine (`engine`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TextIO
+
+from pydantic import Field
+
+from meshwise.commands.command import Screen, Tell, verb
+from meshwise.commands.plan_files import kind_of_plan, read_plan
+from meshwise.commands.requests import File, Flag, ModelName, Request
+from meshwise.commands.simulate_serve import Seconds, read_engine_costs
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import LayoutError, MeshwiseError, MissingDependencyError
+from meshwise.core.units import Quantity, format_bytes, parse_bytes
+from meshwise.costs.engine import EngineCosts
+from meshwise.models import Model, load_model
+from meshwise.report.engine import ServeResult, serve_report
+from meshwise.runtime.devices import load_jax
+from meshwise.search.serving import ServingPlan, simulator_setup
+from meshwise.sharding.layout import Layout
+
+if TYPE_CHECKING:
+    from meshwise.engine.engine import Engine, StepRecord
+    from meshwise.engine.launch import Launched, Limits
+    from meshwise.engine.measured import Measurements
+    from meshwise.engine.vocabulary import Vocabulary
+
+_Bytes = Annotated[float, Quantity("bytes", parse_bytes, format_bytes, "8GiB")]
+
+
+class ServeRequest(Request):
+    """What `meshwise serve` is asked."""
+
+    positional = ("model",)
+    sections: ClassVar = {
+        "Model": ("weights", "tokenizer", "dtype", "tensor"),
+        "Endpoint": ("host", "port", "api_key", "name"),
+        "Engine": ("max_batch", "max_len", "max_step_tokens", "policy", "prefix_cache", "cache_memory"),
+    }
+
+    model: Annotated[ModelName, Flag(name="MODEL|PLAN")]
+    """A model, as 'meshwise plan' takes it, or a plan of serving that --save wrote."""
+    weights: Annotated[File | None, Flag("PATH")] = None
+    """Its weights: a .safetensors or .gguf file, or a folder of .safetensors files; without, they are drawn by --seed,
+    and tokens are written as numbers."""
+    tokenizer: File | None = None
+    """Its tokenizer.json; by default the one beside the weights, or in the GGUF file."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Format of weights, activations and cache; by default fp32 on a CPU, else bf16."""
+    tensor: int = Field(default=1, ge=1, le=512)
+    """Devices that split heads and widths; a plan says it."""
+    cpu_devices: int | None = Field(default=None, ge=1, le=512)
+    """Use this many fake devices of the CPU, whatever other devices there are."""
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
+    """Seed of weights that are drawn."""
+    host: str = "127.0.0.1"
+    """Address to listen on; others than this machine's own are open to the network."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0: any that is free."""
+    api_key: str | None = Field(default=None, exclude=True)
+    """Key that requests must bring as a bearer token; by default the environment's MESHWISE_API_KEY, if it is there."""
+    name: str | None = None
+    """Name of the model in requests; by default the model's own."""
+    max_batch: int | None = Field(default=None, ge=1, le=4096)
+    """Most requests that run at once; by default 8 on a CPU, else 64, or as the plan says."""
+    max_len: int | None = Field(default=None, ge=2, le=2**24)
+    """Most tokens of a request, prompt and output together; by default 2,048, or what the model was made for."""
+    max_step_tokens: int | None = Field(default=None, ge=1, le=2**20)
+    """Most tokens in one step; by default 512 on a CPU, else 2,048, or as the plan says."""
+    policy: Literal["prefill-first", "decode-first", "chunked"] | None = None
+    """What the scheduler puts into a step first; by default prefill-first, or as the plan says."""
+    prefix_cache: bool = True
+    """Keep beginnings of prompts in the cache for later requests."""
+    cache_memory: _Bytes | None = Field(default=None, gt=0)
+    """Memory of the cache on all devices; by default for a whole batch of the longest requests, as far as they fit."""
+    max_queue: int = Field(default=256, ge=1, le=10**6)
+    """Most outputs that may be asked for at once; beyond, requests are answered 429."""
+    max_body: _Bytes = Field(default=4.0 * 2**20, gt=0, le=2**30)
+    """Largest body of a request."""
+    timeout: Seconds = Field(default=600.0, gt=0)
+    """Longest time that a request may take."""
+    drain: Seconds = Field(default=30.0, ge=0)
+    """Time that running requests have to finish when the endpoint is told to end."""
+    duration: Seconds | None = Field(default=None, gt=0)
+    """End by itself after this time."""
+    costs: File | None = None
+    """Predict steps from these costs (JSON, as for 'simulate serve'); a plan predicts them itself."""
+    log: Annotated[Path | None, Flag("FILE")] = None
+    """Write every decision of the scheduler to this file, a line of JSON each."""
+    compile_cache: Annotated[Path | None, Flag("DIR")] = None
+    """Folder of compiled programs, from which the next start is quick; by default in the user's cache."""
+
+    def key(self) -> str | None:
+        """The API key that was given, or the environment's."""
+        return self.api_key or os.environ.get("MESHWISE_API_KEY") or None
+
+
+def _asked(request: ServeRequest) -> tuple[Model, Layout, EngineCosts | None, dict[str, Any]]:
+    """The model, its layout, what its steps are predicted to take, and the limits that a plan sets.
+
+    Raises:
+        MeshwiseError: a plan of training, or one that the engine cannot run.
+    """
+    costs = None if request.costs is None else read_engine_costs(request.costs)
+    if kind_of_plan(request.model) is None:
+        return load_model(request.model), Layout(tensor=request.tensor), costs, {}
+    plan = read_plan(request.model, ServingPlan)
+    if plan.setup.mode == "disaggregated":
+        raise LayoutError("serve: prefill and generation apart are planned, but not yet executed; plan another --mode")
+    if plan.problem.load.draft_tokens:
+        raise LayoutError("serve: draft tokens are planned, but not yet executed; plan without them")
+    system = simulator_setup(plan.problem, plan.setup)
+    sizes = {axis: n for axis, n in plan.setup.decode.sizes.items() if n > 1}
+    if others := sorted(set(sizes) - {"tensor"}):
+        raise LayoutError(
+            f"serve: {others[0]}={sizes[others[0]]} is planned, but not yet executed by the engine, which splits over "
+            "tensor alone; ask 'meshwise estimate serve' for such a layout"
+        )
+    own = system.scheduling
+    limits = {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
+    return plan.problem.model, Layout(tensor=sizes.get("tensor", 1)), costs or system.costs, limits
+
+
+@verb(ServeRequest)
+def show_serve(screen: Screen, request: ServeRequest) -> None:
+    """Serve a model, or a plan, over HTTP by OpenAI's protocol.
+
+    The devices that are there run it, and the same scheduler decides that 'simulate serve' simulates. It ends on
+    Ctrl-C or SIGTERM, when running requests are done, and then prints what was measured beside what was predicted.
+    Routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready, /metrics.
+
+    \b
+      meshwise serve smollm2-135m --weights SmolLM2-135M-Instruct.Q4_1.gguf
+      meshwise serve llama-3-8b --weights Llama-3-8B --tensor 4 --api-key KEY
+      meshwise serve plan.json --weights Llama-3-8B
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    for library in ("starlette", "uvicorn", "prometheus_client", "jinja2", "tokenizers"):
+        if importlib.util.find_spec(library) is None:
+            raise MissingDependencyError(f"serve needs the library {library}: pip install 'meshwise[serve]'")
+    model, layout, costs, planned = _asked(request)
+    load_jax()
+    result = _served(request, model, layout, costs, planned, screen.progress, screen.say)
+    screen.show(serve_report(result, request.echo()))
+
+
+def _served(  # noqa: PLR0917 -- what `_asked` gives, and whom to tell
+    request: ServeRequest,
+    model: Model,
+    layout: Layout,
+    costs: EngineCosts | None,
+    planned: dict[str, Any],
+    progress: Tell,
+    say: Tell,
+) -> ServeResult:
+    """Launch, serve until told to end, and sum up."""
+    from meshwise.engine.engine import Engine  # noqa: PLC0415 -- as all below, an optional extra
+    from meshwise.engine.http.metrics import Metrics  # noqa: PLC0415
+    from meshwise.engine.http.server import bind, make_server, serve  # noqa: PLC0415
+    from meshwise.engine.http.service import Service, Settings  # noqa: PLC0415
+    from meshwise.engine.launch import BLOCK_TOKENS  # noqa: PLC0415
+    from meshwise.engine.measured import Measurements, rounded  # noqa: PLC0415
+
+    vocabulary = _vocabulary(request, model)
+    with ExitStack() as stack:
+        taken = stack.enter_context(bind(request.host, request.port))
+        log = None if request.log is None else _write_log(stack, request.log)
+        made = _launched(request, model, layout, planned, progress=progress, say=say)
+        sizes = [b.tokens for b in made.executor.buckets]
+        stairs = None if costs is None else rounded(costs.replace(block_tokens=BLOCK_TOKENS), sizes)
+
+        def predict(step: StepRecord) -> float:
+            assert stairs is not None, "asked where there is something that predicts"
+            return stairs.step_seconds(step.contexts, step.chunks)
+
+        metrics = Metrics(None if stairs is None else predict)
+        kept = Measurements((metrics,))
+        engine = Engine(made.scheduling, made.blocks, made.executor, block_tokens=BLOCK_TOKENS, log=log, watcher=kept)
+        name = request.name or model.name
+        settings = Settings(
+            name, made.longest, request.max_queue, int(request.max_body), request.timeout, request.key()
+        )
+        service = Service(engine, vocabulary, settings, metrics)
+        server = make_server(service, request.host, drain=request.drain, most=4 * request.max_queue)
+        port = taken.getsockname()[1]
+        timer = None if request.duration is None else threading.Timer(request.duration, _end)
+        begun = time.monotonic()
+
+        def ready() -> None:
+            say(f"{name} at http://{request.host}:{port}/v1 ({made.hardware}); Ctrl-C ends")
+            if timer is not None:
+                timer.start()
+
+        serve(service, taken, server, ready)
+        seconds = time.monotonic() - begun
+        if timer is not None:
+            timer.cancel()
+    return _summed_up(model, made, engine, kept, stairs, predict if stairs else None, seconds)
+
+
+def _vocabulary(request: ServeRequest, model: Model) -> Vocabulary:
+    """The model's own text files; numbers where its weights are drawn."""
+    from meshwise.engine.vocabulary import numbers_only, read_vocabulary  # noqa: PLC0415 -- an optional extra
+
+    if request.weights is None and request.tokenizer is None:
+        return numbers_only(model.vocab_size)
+    weights, tokenizer = (None if path is None else Path(path) for path in (request.weights, request.tokenizer))
+    return read_vocabulary(weights, tokenizer)
+
+
+def _launched(
+    request: ServeRequest, model: Model, layout: Layout, planned: dict[str, Any], *, progress: Tell, say: Tell
+) -> Launched:
+    """The engine's parts, compiled."""
+    from meshwise.engine.launch import compile_cache, launch  # noqa: PLC0415 -- an optional extra
+
+    compile_cache(request.compile_cache)
+    return launch(
+        model,
+        layout,
+        _limits(request, planned),
+        weights=None if request.weights is None else Path(request.weights),
+        seed=request.seed,
+        dtype=None if request.dtype is None else DType(request.dtype),
+        cpu_devices=request.cpu_devices,
+        progress=progress,
+        say=say,
+    )
+
+
+def _end() -> None:
+    """Tell this process to end, as SIGTERM from outside does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _limits(request: ServeRequest, planned: dict[str, Any]) -> Limits:
+    """What was asked for, else what the plan says."""
+    from meshwise.engine.launch import Limits  # noqa: PLC0415 -- an optional extra
+
+    def own(name: str) -> Any:
+        given = getattr(request, name)
+        return planned.get(name) if given is None else given
+
+    return Limits(
+        policy=own("policy") or "prefill-first",
+        prefix_cache=request.prefix_cache,
+        max_batch=own("max_batch"),
+        max_step_tokens=own("max_step_tokens"),
+        max_len=request.max_len,
+        cache_bytes=request.cache_memory,
+    )
+
+
+def _write_log(stack: ExitStack, file: Path) -> Any:
+    """A log in a new file.
+
+    Raises:
+        MeshwiseError: it cannot be written.
+    """
+    try:
+        stream: TextIO = stack.enter_context(file.open("w", encoding="utf-8", buffering=1))
+    except OSError as error:
+        raise MeshwiseError(f"--log {file}: {error.strerror}") from None
+
+    from meshwise.engine.replay import to_line  # noqa: PLC0415 -- an optional extra
+
+    def write(entry: Any) -> None:
+        stream.write(f"{to_line(entry)}\n")
+
+    return write
+
+
+def _summed_up(  # noqa: PLR0917 -- what was launched, and what it did
+    model: Model,
+    made: Launched,
+    engine: Engine,
+    kept: Measurements,
+    costs: EngineCosts | None,
+    predict: Any,
+    seconds: float,
+) -> ServeResult:
+    from meshwise.engine.measured import simulate_same, step_rows  # noqa: PLC0415 -- an optional extra
+
+    done = [r for r in kept.requests if r.reason in ("stop", "length")]
+    simulated = None
+    if costs is not None and done:
+        own = costs.replace(kv_blocks=made.blocks)
+        simulated = simulate_same(own, made.scheduling, kept.requests)
+    return ServeResult(
+        model=model.name,
+        hardware=made.hardware,
+        software=made.software,
+        seconds=seconds,
+        busy=sum(step.seconds for step in kept.steps),
+        requests=len(kept.requests),
+        finished=len(done),
+        prompt_tokens=sum(r.prompt for r in done),
+        output_tokens=sum(r.output for r in done),
+        hit_tokens=engine.scheduler.hit_tokens,
+        preemptions=engine.scheduler.preemptions,
+        steps=tuple(step_rows(kept.steps, predict)),
+        ttft=tuple(r.ttft for r in done if r.ttft is not None),
+        tpot=tuple(r.tpot for r in done if r.tpot is not None),
+        simulated_ttft=None if simulated is None else tuple(simulated[0]),
+        simulated_tpot=None if simulated is None else tuple(simulated[1]),
+        costs_source=None if costs is None else costs.source,
+    )

@@ -1,0 +1,191 @@
+"""An engine made of a model, its weights and its limits: devices, memory, programs. It loads JAX.
+
+Not here: what is asked for (`commands`), the endpoint (`http`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ClusterError, InfeasibleError, LayoutError
+from meshwise.core.units import format_bytes
+from meshwise.engine.executor import JaxExecutor
+from meshwise.models import Model
+from meshwise.runtime.devices import find_devices, software_of
+from meshwise.runtime.loop import in_words
+from meshwise.runtime.steps import PagedModel, paged_model
+from meshwise.runtime.weights import open_weights
+from meshwise.scheduling import Scheduling
+from meshwise.sharding.layout import Layout
+
+#: Tokens of a block of the cache.
+BLOCK_TOKENS = 16
+
+#: Share of a device's memory for weights and cache.
+_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine is to be able to do; None: as fits the devices.
+
+    Args:
+        max_batch, max_step_tokens, policy, prefix_cache: as in `Scheduling`.
+        max_len: tokens of a request, prompt and output together.
+        cache_bytes: of keys and values on all devices.
+    """
+
+    policy: str = "prefill-first"
+    prefix_cache: bool = True
+    max_batch: int | None = None
+    max_step_tokens: int | None = None
+    max_len: int | None = None
+    cache_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """An engine's parts.
+
+    Args:
+        executor: compiled, with weights and an empty cache.
+        scheduling: of the engine.
+        blocks: of its cache.
+        longest: tokens of a request.
+        hardware, software: of the devices, in words.
+        dtype: of weights, activations and cache.
+    """
+
+    executor: JaxExecutor
+    scheduling: Scheduling
+    blocks: int
+    longest: int
+    hardware: str
+    software: str
+    dtype: DType
+
+
+def compile_cache(folder: Path | None) -> None:
+    """Keep compiled programs in a folder, so that the next start is quick; None: in the user's cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(folder or home / "meshwise" / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def launch(
+    model: Model,
+    layout: Layout,
+    limits: Limits,
+    *,
+    weights: Path | None,
+    seed: int,
+    dtype: DType | None,
+    cpu_devices: int | None,
+    progress: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Launched:
+    """Bring up an engine's parts.
+
+    Args:
+        model: to be served.
+        layout: of the engine, over tensor alone.
+        limits: see there.
+        weights: published files; None: drawn by `seed`.
+        seed: see `weights`.
+        dtype: of weights, activations and cache; None: fp32 on a CPU, which has no quick bf16, else bf16.
+        cpu_devices: fake devices of the CPU.
+        progress: told a line now and then.
+        say: told what is to be known of the devices.
+
+    Raises:
+        MeshwiseError: a model, a layout or weights that cannot be served; other devices than needed.
+        InfeasibleError: memory does not suffice.
+    """
+    devices = _devices(layout, cpu_devices, say)
+    on_cpu = devices[0].platform == "cpu"
+    chosen = dtype or (DType.FP32 if on_cpu else DType.BF16)
+    published = None if weights is None else open_weights(weights, model)
+    scheduling = Scheduling(
+        limits.policy,
+        limits.max_batch or (8 if on_cpu else 64),
+        limits.max_step_tokens or (512 if on_cpu else 2048),
+        prefix_cache=limits.prefix_cache,
+    )
+    longest = _longest(model, limits.max_len)
+    with in_words():
+        probe = paged_model(model, layout, devices, pages=1, page_tokens=BLOCK_TOKENS, dtype=chosen)
+        blocks = _blocks(probe, scheduling, longest, limits.cache_bytes, devices)
+        made = paged_model(model, layout, devices, pages=blocks, page_tokens=BLOCK_TOKENS, dtype=chosen)
+        progress("reading weights")
+        values = made.initial_weights(seed) if published is None else made.load(published)
+        executor = JaxExecutor(made, values, scheduling, longest, progress)
+    hardware = f"{len(devices):,} x {devices[0].device_kind}"
+    return Launched(executor, scheduling, blocks, longest, hardware, software_of(devices[0]), chosen)
+
+
+def _devices(layout: Layout, cpu_devices: int | None, say: Callable[[str], None]) -> list[Any]:
+    """As many devices as the layout has chips.
+
+    Raises:
+        ClusterError: there are fewer.
+    """
+    found, needed = find_devices(cpu_devices, say), layout.num_chips
+    if len(found) < needed:
+        raise ClusterError(
+            f"the engine runs on {needed:,} devices (layout {layout}), found {len(found):,} x {found[0].device_kind}; "
+            f"--cpu-devices {needed} makes as many fake ones of the CPU"
+        )
+    return found[:needed]
+
+
+def _longest(model: Model, asked: int | None) -> int:
+    """Tokens of a request.
+
+    Raises:
+        LayoutError: more than the model was made for.
+    """
+    most = model.max_seq_len
+    if asked is not None and most is not None and asked > most:
+        raise LayoutError(f"--max-len {asked:,}: {model.name} was made for {most:,} tokens; give at most as many")
+    return asked or min(most or 2048, 2048)
+
+
+def _blocks(model: PagedModel, scheduling: Scheduling, longest: int, asked: float | None, devices: list[Any]) -> int:
+    """Blocks of the cache: a whole batch of the longest requests, or as many as memory holds.
+
+    Raises:
+        InfeasibleError: not even one request fits.
+    """
+    each = -(-longest // BLOCK_TOKENS)
+    wanted = scheduling.max_batch * each
+    room = None if asked is None else int(asked // model.page_bytes)
+    if asked is None:
+        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+        if limit is not None:
+            shards = sum(a.sharding.shard_shape(a.shape) != a.shape for a in jax.tree.leaves(model.abstract_pool))
+            parts = len(devices) if shards else 1
+            own = sum(_bytes_of_one(a) for a in jax.tree.leaves(model.abstract_weights))
+            room = int((_SHARE * limit - own) * parts // model.page_bytes)
+    blocks = wanted if room is None else room if asked is not None else min(wanted, room)
+    if blocks < each:
+        raise InfeasibleError(
+            f"the cache: one request of {longest:,} tokens takes {format_bytes(each * model.page_bytes)}, there is "
+            f"room for {format_bytes(max(blocks, 0) * model.page_bytes)}; give a smaller --max-len, or more memory"
+        )
+    return blocks
+
+
+def _bytes_of_one(array: Any) -> int:
+    """Bytes that one device holds of an array."""
+    size = array.dtype.itemsize
+    for n in array.sharding.shard_shape(array.shape):
+        size *= n
+    return int(size)
