@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.estimate_train import plan_given
-from meshwise.commands.plan_files import read_plan
+from meshwise.commands.plan_files import read_plan, write_file
 from meshwise.commands.requests import File, Flag, Request, attributes
+from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, parse_count
+from meshwise.costs.machine import check_new, write_new, write_rows
 from meshwise.hardware import Chip, parse_cluster
 from meshwise.profile import profile_traces, read_traces
 from meshwise.profile.beside import Planned, beside_plan
 from meshwise.profile.causes import find_causes
+from meshwise.profile.compare import compare
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.rows import operation_rows, step_row
 from meshwise.profile.trace import Trace
 from meshwise.report.profile import profile_report
+from meshwise.report.profile_pictures import profile_perfetto, profile_svg
 from meshwise.search import Plan
 
 
@@ -36,7 +43,7 @@ class ProfileRequest(Request):
     positional = ("traces",)
     sections: ClassVar = {
         "Beside a plan": ("plan", "model", "on", "layout", "batch_tokens", "seq_len", "precision"),
-        "Trace": ("step",),
+        "Trace": ("against", "step"),
     }
 
     traces: Annotated[
@@ -61,6 +68,12 @@ class ProfileRequest(Request):
     """With --model: tokens of a sequence."""
     precision: str | None = None
     """With --model: number formats, as 'estimate train' takes them."""
+    against: Annotated[
+        tuple[str, ...],
+        Flag("FILE"),
+        BeforeValidator(_paths, json_schema_input_type=str | os.PathLike[str] | Sequence[str]),
+    ] = ()
+    """Compare with this trace (given several times: with these): before a change, another chip, another rank."""
     step: Annotated[str | None, Flag("REGEX")] = None
     """Regular expression of the markers that are steps, instead of finding them."""
 
@@ -89,6 +102,19 @@ class ProfileRequest(Request):
         return plan_given(self.model, job)
 
 
+class _Files(Request):
+    sections: ClassVar = {"Output": ("svg", "perfetto", "save", "save_step")}
+
+    svg: Path | None = None
+    """Write plan and measurement on one time axis to this file as SVG."""
+    perfetto: Path | None = None
+    """Write one step, and above it the plan, to this file, which opens in Perfetto or chrome://tracing."""
+    save: Path | None = None
+    """Write products and collectives to this new file as CSV, as 'meshwise bench' does (docs/measurements.md)."""
+    save_step: Path | None = None
+    """Beside a plan: write the measured step to this new file as CSV, for 'meshwise calibrate'."""
+
+
 @command(ProfileRequest)
 def profile(request: ProfileRequest) -> Diagnosis:
     """Say where the time of a real run went, and why: what `meshwise profile` answers, as values.
@@ -99,7 +125,12 @@ def profile(request: ProfileRequest) -> Diagnosis:
         MeshwiseError: an argument that cannot be understood; a plan that cannot be read.
     """
     chip = None if request.on is None else parse_cluster(request.on).chip
-    return diagnose(read_traces(request.traces), request.planned(), chip=chip, step=request.step)
+    plan = request.planned()
+    found = diagnose(read_traces(request.traces), plan, chip=chip, step=request.step)
+    if not request.against:
+        return found
+    other = diagnose(read_traces(request.against), plan, step=request.step)
+    return replace(found, comparison=compare(other.profile, found.profile, other.causes, found.causes))
 
 
 def diagnose(
@@ -125,20 +156,33 @@ def diagnose(
 Answer.reports[Diagnosis] = lambda diagnosis: profile_report(diagnosis, {})
 
 
-@verb(ProfileRequest)
-def show_profile(screen: Screen, request: ProfileRequest) -> None:
+@verb(ProfileRequest, _Files)
+def show_profile(screen: Screen, request: ProfileRequest, files: _Files) -> None:
     """Say where the time of a real run went, and why.
 
     TRACE is what a profiler wrote: *.xplane.pb of JAX (TPU, GPU, CPU), JSON of PyTorch's profiler, vLLM or SGLang
-    (also .gz), a folder or zip file of nsys-jax; a folder, or several files of one job. Every instant of a step
-    belongs to one part: compute, exposed collectives, exposed copies, waiting for other ranks, idle. Causes come
-    with evidence and with what to change. With --plan, or with --model, --layout, --on, --batch-tokens and --seq-len of
-    a program that meshwise did not write, operations are joined to the plan's terms: predicted beside measured.
+    (also .gz), SQLite of Nsight Systems, a folder or zip file of nsys-jax; a folder, or several files of one job.
+    Every instant of a step belongs to one part: compute, exposed collectives, exposed copies, waiting for other
+    ranks, idle. Causes come with evidence and with what to change. With --plan, or with --model, --layout, --on,
+    --batch-tokens and --seq-len of a program that meshwise did not write, operations are joined to the plan's terms:
+    predicted beside measured.
 
     \b
       meshwise profile profile_folder
       meshwise profile trace.json.gz --details
       meshwise profile rank0.json.gz rank1.json.gz
       meshwise profile profile_folder --plan plan.json
+      meshwise profile after.json.gz --against before.json.gz
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    screen.show(profile_report(profile.answer(request), request.echo()))
+    check_new(files.save)
+    check_new(files.save_step)
+    found = profile.answer(request)
+    if files.save_step is not None and found.beside is None:
+        raise MeshwiseError(f"--save-step {files.save_step}: the row names model and layout; give --plan, or --model")
+    write_file("--svg", files.svg, lambda: profile_svg(found))
+    write_file("--perfetto", files.perfetto, lambda: profile_perfetto(found))
+    if files.save is not None:
+        write_rows(files.save, operation_rows(found.profile))
+    if files.save_step is not None and found.beside is not None:
+        write_new(files.save_step, step_row(found.profile, found.beside))
+    screen.show(profile_report(found, request.echo() | files.echo()))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwise.core.explanation import Answer
 from meshwise.profile.beside import Beside
 from meshwise.profile.causes import Cause
+from meshwise.profile.compare import Comparison
 from meshwise.profile.profile import Profile
 
 #: Causes that the first line names cost at least this share of the step; no more than so many are named.
@@ -21,11 +22,13 @@ class Diagnosis(Answer):
         profile: the measured side.
         causes: the costliest first.
         beside: the profile beside its plan, None without one.
+        comparison: with an earlier profile, None without one.
     """
 
     profile: Profile
     causes: tuple[Cause, ...]
     beside: Beside | None = None
+    comparison: Comparison | None = None
 
     @property
     def named(self) -> tuple[Cause, ...]:

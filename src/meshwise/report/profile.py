@@ -21,6 +21,7 @@ from meshwise.profile.partition import PARTS
 from meshwise.profile.profile import Profile
 from meshwise.profile.trace import Activity
 from meshwise.report.chart import Bars
+from meshwise.report.profile_compare import compared_data, compared_line, compared_tables
 from meshwise.report.profile_plan import beside_data, joined_line, rows_table, terms_table
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, counted, or_dash, said, tabulate, words
@@ -40,17 +41,23 @@ def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
     return Report(
         command="profile",
         inputs=inputs,
-        answer=answer_line(diagnosis),
+        answer=compared_line(diagnosis.comparison) if diagnosis.comparison else answer_line(diagnosis),
         data=profile_data(diagnosis),
         brief=said(
             about,
-            terms_table(diagnosis.beside) if diagnosis.beside else parts_bars(profile),
+            *compared_tables(diagnosis.comparison)[:2],
+            None
+            if diagnosis.comparison
+            else terms_table(diagnosis.beside)
+            if diagnosis.beside
+            else parts_bars(profile),
             joined_line(diagnosis.beside),
-            causes_table(diagnosis.causes[:_BRIEF_CAUSES]),
-            None if diagnosis.beside else _operations(profile, _BRIEF_TOP),
+            None if diagnosis.comparison else causes_table(diagnosis.causes[:_BRIEF_CAUSES]),
+            None if diagnosis.beside or diagnosis.comparison else _operations(profile, _BRIEF_TOP),
         ),
         body=said(
             about,
+            *compared_tables(diagnosis.comparison),
             parts_bars(profile),
             terms_table(diagnosis.beside),
             joined_line(diagnosis.beside),
@@ -249,6 +256,7 @@ def profile_data(diagnosis: Diagnosis) -> dict[str, Any]:
         },
         "partition_s": dict(profile.partition_s),
         **beside_data(diagnosis.beside),
+        "against": compared_data(diagnosis.comparison),
         "reachable_s": diagnosis.reachable_s,
         "causes": [
             {"name": c.name, "seconds": c.seconds, "evidence": c.evidence, "change": c.change} for c in diagnosis.causes

@@ -75,7 +75,9 @@ def _read_bytes(data: bytes, place: Path) -> Trace:
     if data[:4] == b"PK\x03\x04":
         return _read_zip(data, place)
     if data[:15] == b"SQLite format 3":
-        raise ConfigError(f"{place}: Nsight's SQLite is not read yet")
+        from meshwise.profile.reading.nsys import read_nsys  # noqa: PLC0415  (with msgspec)
+
+        return read_nsys(place)
     if data[:1] == b"\x0a":
         from meshwise.profile.reading.xplane import read_xplane  # noqa: PLC0415  (protobuf is loaded when it is needed)
 

@@ -243,7 +243,7 @@ class HloProgram:
             numbers = heavy.dot_dimension_numbers
             batches, left = list(numbers.lhs_batch_dimensions), list(numbers.lhs_contracting_dimensions)
             right = list(numbers.rhs_contracting_dimensions)
-        elif heavy.opcode == "custom-call" and "gemm" in heavy.custom_call_target.lower().replace("matmul", "gemm"):
+        elif heavy.opcode == "custom-call" and "gemm" in _target(heavy):
             batches, left, right = _gemm_dimensions(bytes(heavy.backend_config))
         else:
             return None
@@ -262,10 +262,10 @@ class HloProgram:
     def _flops(self, instruction: Message) -> float:
         """FLOPs of one instruction."""
         opcode = instruction.opcode
-        if opcode == "dot" or (opcode == "custom-call" and "$" in instruction.custom_call_target):
+        if opcode == "dot" or (opcode == "custom-call" and "gemm" in _target(instruction)):
             product = self._matmul(instruction)
             return 2.0 * math.prod(product) if product else 0.0
-        if opcode == "convolution":
+        if opcode == "convolution" or (opcode == "custom-call" and "conv" in instruction.custom_call_target):
             return self._convolution(instruction)
         if opcode in ("reduce", "reduce-window"):
             return float(
@@ -276,12 +276,19 @@ class HloProgram:
         return float(_elements(instruction.shape))
 
     def _convolution(self, instruction: Message) -> float:
-        """2 x results x what each sums: the kernel's window and its input features."""
-        numbers, kernel = instruction.convolution_dimension_numbers, self._operand(instruction, 1)
-        if not kernel:
+        """2 for each product of an input with a weight; what lies in the padding is none, as XLA counts."""
+        numbers, kernel, image = (
+            instruction.convolution_dimension_numbers, self._operand(instruction, 1), self._operand(instruction, 0)
+        )  # fmt: skip
+        results = _arrays_of(instruction.shape)  # of a library also its scratch space
+        windows = instruction.window.dimensions
+        if not kernel or not image or not results or len(windows) != len(numbers.output_spatial_dimensions):
             return 0.0
-        window = math.prod(kernel[d] for d in numbers.kernel_spatial_dimensions)
-        return 2.0 * _elements(instruction.shape) * float(window * kernel[numbers.kernel_input_feature_dimension])
+        result = results[0].dims
+        positions = zip(windows, numbers.input_spatial_dimensions, numbers.output_spatial_dimensions, strict=True)
+        pairs = math.prod(_window_pairs(window, image[i], result[o]) for window, i, o in positions)
+        features = kernel[numbers.kernel_input_feature_dimension] * result[numbers.output_feature_dimension]
+        return 2.0 * float(pairs * features * result[numbers.output_batch_dimension])
 
     def _collective(self, own: Message, inside: list[Message]) -> Collective:
         """What it sends, to whom."""
@@ -295,6 +302,18 @@ class HloProgram:
         kind = _plain(sender.opcode) if _plain(sender.opcode) in _COLLECTIVES else collective_kind(own.opcode)
         size = len(groups[0]) if groups else None
         return Collective(kind, largest or None, size, groups)
+
+
+def _window_pairs(window: Message, size: int, results: int) -> int:
+    """Pairs of a result and a place of the window that meet an input, along one dimension."""
+    spread, gap = max(window.base_dilation, 1), max(window.window_dilation, 1)
+    at = np.arange(results)[:, None] * window.stride + np.arange(window.size)[None, :] * gap - window.padding_low
+    return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
+
+
+def _target(instruction: Message) -> str:
+    """The library's function that a call means, in lower case; products are all called gemm."""
+    return str(instruction.custom_call_target).lower().replace("matmul", "gemm")
 
 
 def _plain(opcode: str) -> str:

@@ -232,7 +232,7 @@ class _Reader:
         key += (args.num_bytes,) if category != "kernel" else ()
         found = self.known.get(key)
         if found is None:
-            found = self.known[key] = self.ops.index(_kind(name, category, args, parent))
+            found = self.known[key] = self.ops.index(gpu_kind(name, category, args, parent))
         return found
 
     def _missing(self) -> tuple[str, ...]:
@@ -276,7 +276,7 @@ def _host_kind(op: HostOp) -> OpKind:
     )  # fmt: skip
 
 
-def _kind(name: str, category: str, args: GpuArguments, parent: HostOp | None) -> OpKind:
+def gpu_kind(name: str, category: str, args: GpuArguments, parent: HostOp | None) -> OpKind:
     """The operation of a GPU event."""
     activity = Activity.COLLECTIVE if args.collective else kernel_activity(name, category)
     parent_name = parent.name if parent else ""

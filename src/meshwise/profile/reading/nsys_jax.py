@@ -78,10 +78,11 @@ def read_nsys_jax(files: Files, source: str) -> Trace:
         )
     runs = _runs(table)
     programs = _Programs(files)
-    ops, base = OpTable(), min((int(str(t)) for t in table["Projected Start"] if t is not None), default=0)
+    launches = table.get("Orig Start", [None] * len(table["Name"]))
+    times = (int(float(str(t))) for t in (*table["Projected Start"], *launches) if t is not None)
+    ops, base = OpTable(), min(times, default=0)
     kinds: dict[tuple[str, str, int | None], int] = {}
     builders = {activity: StreamBuilder(activity.name.lower()) for activity in Activity}
-    launches = table.get("Orig Start", [None] * len(table["Name"]))
     columns = zip(*(table[name] for name in needed), launches, strict=True)
     for name, start, duration, _, parent, launch in columns:
         found = _THUNK.match(name) if isinstance(name, str) else None

@@ -39,10 +39,11 @@ _MESSAGES = {
     "Shape": "element_type 2 int, dimensions 3 *int, tuple_shapes 4 *Shape",
     "OpMetadata": "op_type 1 str, op_name 2 str, source_file 3 str, source_line 4 int",
     "Window": "dimensions 1 *WindowDimension",
-    "WindowDimension": "size 1 int, stride 2 int",
-    "ConvolutionDimensions": "kernel_output_feature_dimension 3 int, kernel_input_feature_dimension 4 int,"
+    "WindowDimension": "size 1 int, stride 2 int, padding_low 3 int, window_dilation 5 int, base_dilation 6 int",
+    "ConvolutionDimensions": "kernel_input_feature_dimension 3 int, kernel_output_feature_dimension 4 int,"
     "input_batch_dimension 7 int, input_feature_dimension 8 int, output_batch_dimension 9 int,"
-    "output_feature_dimension 10 int, kernel_spatial_dimensions 6 *int, output_spatial_dimensions 12 *int",
+    "output_feature_dimension 10 int, kernel_spatial_dimensions 6 *int, input_spatial_dimensions 11 *int,"
+    "output_spatial_dimensions 12 *int",
     "DotDimensions": "lhs_contracting_dimensions 1 *int, rhs_contracting_dimensions 2 *int,"
     "lhs_batch_dimensions 3 *int, rhs_batch_dimensions 4 *int",
     "ReplicaGroup": "replica_ids 1 *int",
