@@ -4,10 +4,13 @@ import json
 import re
 
 import pytest
+from starlette.testclient import TestClient
 
 from meshwise.exports import TARGETS
 from meshwise.web import html as written
-from meshwise.web.answers import Answered, answer
+from meshwise.web.answers import Answered
+from meshwise.web.app import _remembered as answer
+from meshwise.web.app import make_app
 from meshwise.web.links import command, parse_command, query
 from meshwise.web.moves import moves, nearest, timeline
 from meshwise.web.stops import stops_of
@@ -236,6 +239,41 @@ def test_the_plans_of_a_search_are_links_with_the_same_numbers(page, text):
             f"{found.envelope['plans'][0]['estimate']['step_time_s']['expected']}"
             in page.get(f"/api/simulate{step.replace('timeline', 'train')}").text
         )
+
+
+SEVERAL = "meshwise plan train gemma-3-1b --on h100:2,h200:2 --batch-tokens 64Ki --seq-len 4096"
+SCALED = "meshwise plan train gemma-3-1b --on h100:4 --batch-tokens 64Ki --seq-len 4096 --scaling"
+SERVED = "meshwise plan serve llama-3-8b --on h100:1,h200:1 --prompt 128 --output 32 --max-batch 8"
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        pytest.param(SEVERAL, "which cheaper?", marks=pytest.mark.slow),  # two searches, 2 CPU-seconds
+        pytest.param(SCALED, "does it scale?", marks=pytest.mark.slow),  # three searches, 2 CPU-seconds
+        (SERVED, "Look at"),
+    ],
+)
+def test_several_clusters_and_scaling_have_pages(page, text, question):
+    verb, pairs = parse_command(text)
+    found = page.get(link(verb, pairs))
+    assert found.status_code == 200
+    assert answer(verb, pairs).envelope["answer"] in text_of(found.text)
+    assert question in found.text
+    for move in moves(answer(verb, pairs))[:1]:
+        assert page.get(move.href).status_code == 200
+
+
+def test_a_bug_is_said_in_words(monkeypatch):
+    def wrong(*_given):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("meshwise.web.pages.stops_of", wrong)
+    with TestClient(make_app(processes=False), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        found = client.get("/models")
+    assert found.status_code == 500
+    assert "this is a bug in meshwise: ZeroDivisionError: division by zero" in found.text
+    assert found.headers["content-security-policy"]
 
 
 def test_where_nothing_fits_more_chips_are_a_link(page):

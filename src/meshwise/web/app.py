@@ -9,6 +9,7 @@ import asyncio
 import difflib
 import json
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from functools import lru_cache, partial
@@ -181,7 +182,12 @@ async def _searching(request: Request, asked: pages.Asked, job: Job, stack: Exit
         async for line in job.lines():
             yield pages.progress(line)
         assert job.answered is not None, "it has ended"
-        yield pages.progress_end() + pages.view_rest(asked, job.answered, await _second(request, asked))
+        second = await _second(request, asked)
+        try:
+            yield pages.progress_end() + pages.view_rest(asked, job.answered, second)
+        except Exception as error:  # noqa: BLE001  (the boundary: the page has begun, and says how it ends)
+            traceback.print_exception(error)
+            yield pages.progress_end() + pages.bug(error)
 
 
 async def _second(request: Request, asked: pages.Asked) -> Answered | None:
@@ -321,6 +327,12 @@ def _message(title: str, message: str, status: int, near: tuple[str, ...] = ()) 
     return HTMLResponse(pages.text_page("message", title, title=title, message=message, near=near), status)
 
 
+async def broken(_request: Request, error: Exception) -> Response:
+    """A bug, in words; the terminal of the server shows where."""
+    page = pages.text_page("message", "A bug", title="A bug", message=pages.bug_words(error), near=())
+    return HTMLResponse(page, 500, _HEADERS)  # it is made outside of the guard
+
+
 async def not_found(request: Request, _error: Exception) -> Response:
     """No such page: the nearest ones."""
     path = request.url.path
@@ -352,7 +364,7 @@ def make_app(*, processes: bool = True) -> Starlette:
         Route("/files/{name}", show_file),
         Mount("/static", StaticFiles(directory=str(resources.files("meshwise.web") / "static"))),
     ]
-    handlers: Any = {404: not_found, 405: wrong_method}
+    handlers: Any = {404: not_found, 405: wrong_method, 500: broken}
     guards = [Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS)), Middleware(Guard)]
 
     @asynccontextmanager

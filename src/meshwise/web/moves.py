@@ -57,6 +57,9 @@ def shared(pairs: Pairs, verb: str) -> Pairs:
 def _planned(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
     for plan in data.get("plans", []):
         yield plan["layout_text"], {"layout": plan["layout_text"]}
+    for row in data.get("clusters", []):
+        if (plan := row["plan"]) is not None:
+            yield f"{row['cluster']}: {plan['layout_text']}", {"layout": plan["layout_text"], "on": row["cluster"]}
 
 
 def _changes(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -69,6 +72,9 @@ def _served(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
         decode, prefill = plan["decode"], plan["prefill"]
         layout = {"layout": decode["layout"], "batch": str(plan["batch"])}
         words = f"{decode['layout']}, batch {plan['batch']:,}"
+        if "cluster" in plan:
+            layout |= {"on": plan["cluster"], "precision": plan["precision"]}
+            words = f"{plan['cluster']}, {plan['precision']}: {words}"
         if plan["mode"] == "disaggregated":
             layout["mode"] = "disaggregated"
         if prefill["layout"] != decode["layout"]:

@@ -97,6 +97,16 @@ def progress_end() -> str:
     return "</div></section>\n"
 
 
+def bug_words(error: Exception) -> str:
+    """What is said of an error that no error of ours explains."""
+    return f"this is a bug in meshwise: {type(error).__name__}: {error} (the terminal of the server shows where)"
+
+
+def bug(error: Exception) -> str:
+    """The rest of a page that could not be made."""
+    return _render("message.html", title="A bug", message=bug_words(error), near=())
+
+
 def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) -> str:
     """A page from the answer on.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from meshwise.core.units import format_count, format_flops_per_s, format_percent, format_time
+from meshwise.core.units import format_count, format_flops_per_s, format_money, format_percent, format_time
 from meshwise.web.answers import Answered
 from meshwise.web.charts import Axis, Plot, figure, lanes, legend
 from meshwise.web.mesh import mesh_pictures
@@ -157,6 +157,48 @@ def _pieces(events: Sequence[_Json], total: float) -> list[tuple[int, int, str]]
     return pieces
 
 
+def _trained(answered: Answered, data: _Json) -> Markup:
+    """Of one cluster its best plan's communication; of several, or of more and more chips, all of them."""
+    if "clusters" in data:
+        return _clusters(data)
+    return _scaling(data) if "scaling" in data else _hidden(answered, data)
+
+
+def _clusters(data: _Json) -> Markup:
+    """What a billion tokens cost and how long they take, on each cluster."""
+    rows = [(row["cluster"], row["plan"]) for row in data["clusters"] if row["plan"] is not None]
+    found = [(name, 1e9 / p["estimate"]["tokens_per_s"], p["cost_usd_per_billion_tokens"]) for name, p in rows]
+    if len(found) < 2 or any(cost is None for _, _, cost in found):
+        return Markup()
+    times, costs = [time for _, time, _ in found], [cost for _, _, cost in found]
+    plot = Plot(
+        Axis(min(times) / 1.5, max(times) * 1.5, format_time, "time of 1B tokens"),
+        Axis(min(costs) / 1.5, max(costs) * 1.5, format_money, "cost of 1B tokens"),
+    )
+    for name, time, cost in found:
+        plot.point(time, cost, "dot", name, 6)
+        plot.label(time, cost, name)
+    numbers = [(name, format_time(time), format_money(cost)) for name, time, cost in found]
+    return figure("Which cluster is faster, which cheaper?", plot.svg(), ("cluster", ">time", ">cost"), numbers)
+
+
+def _scaling(data: _Json) -> Markup:
+    """How much of the peak is left on more and more chips."""
+    found = [(row["num_chips"], row["plan"]["estimate"]["mfu"]) for row in data["scaling"] if row["plan"] is not None]
+    if len(found) < 2:
+        return Markup()
+    shares = [share for _, share in found]
+    plot = Plot(
+        Axis(found[0][0], found[-1][0], "{:,.0f}".format, "chips"),
+        Axis(min(shares) / 1.3, max(shares) * 1.3, format_percent, "MFU"),
+    )
+    plot.line(found, "front")
+    for chips, share in found:
+        plot.point(chips, share, "dot", f"{chips:,} chips: {format_percent(share)}", 5)
+    numbers = [(f"{chips:,}", format_percent(share)) for chips, share in found]
+    return figure("How far does it scale?", plot.svg(), (">chips", ">MFU"), numbers)
+
+
 def _hidden(_answered: Answered, data: _Json) -> Markup:
     """How much of the communication is waited for."""
     plans = data.get("plans") or []
@@ -184,7 +226,7 @@ def _hidden(_answered: Answered, data: _Json) -> Markup:
 
 _DRAWN: Mapping[str, Callable[[Answered, _Json], Markup]] = {
     "roofline": _roofline,
-    "plan train": _hidden,
+    "plan train": _trained,
     "estimate train": _hidden,
     "plan serve": _front,
     "simulate train": _timeline,

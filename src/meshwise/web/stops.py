@@ -81,6 +81,8 @@ def _counts(verb: str, pairs: Pairs, key: str, own: float, name: str, *, most: f
 
 def _train(answered: Answered, data: _Json) -> Iterator[Stops]:
     """Of a layout: its axes, then batch and length. After a search the same of the best layout."""
+    if "plans" not in data:  # of several clusters, or of more and more chips
+        return
     best, pairs = data["plans"][0], answered.pairs
     text = dict(pairs).get("layout") or _axes_text(best["layout"])
     allowed = shared(pairs, "estimate train")
