@@ -43,6 +43,8 @@ PAGES = (
     DOCS / "export.md",
     DOCS / "profile.md",
     *sorted((DOCS / "strategies").glob("*.md")),
+    DOCS / "agents.md",
+    DOCS / "llms.txt",
     DOCS / "reference.md",
     ROOT / "src" / "meshwise" / "__init__.pyi",
 )
@@ -131,6 +133,8 @@ def generated(page: Path) -> str:
     reference = script("reference")
     if page.suffix == ".pyi":
         return str(script("stub").stub())
+    if page.name == "llms.txt":
+        return str(script("llms").llms())
     if page.name == "reference.md":
         return str(reference.reference_page())
     tables = script("strategy_tables").strategy_tables() if page.parent.name == "strategies" else reference.tables()

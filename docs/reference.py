@@ -14,7 +14,8 @@ from typing import Any
 
 import click
 
-from meshwise.cli.main import COMMANDS, LazyGroup, main
+from meshwise.cli.main import COMMANDS, VERBS, LazyGroup, main
+from meshwise.cli.mcp import input_schema, tools
 from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import CALIBRATIONS, Calibration
 from meshwise.costs.memory import MEMORY_CLASSES
@@ -491,7 +492,21 @@ def tables() -> Mapping[str, str]:
         "machines": _machine_table(),
         "models": _model_table(),
         "rules": _rule_table(),
+        "tools": _tool_table(),
     }
+
+
+def _tool_table() -> str:
+    """The tools of `meshwise mcp`, with the fields that each needs."""
+    rows = []
+    for name, verb in tools().items():
+        needed = ", ".join(map(_code, input_schema(verb)["required"]))
+        rows.append((_code(name), needed or "-", COMMAND_LINES[name.replace("_", " ")]))
+    return _table(("tool", "needs", "what it does"), rows)
+
+
+#: Verb -> its line of the help.
+COMMAND_LINES = {name: summary for name, (_, summary) in VERBS.items()}
 
 
 def _rule_table() -> str:

@@ -123,7 +123,7 @@ _GROUPS = {
 }
 
 #: Verb -> where in `commands` it is, and its line in the help.
-_VERBS = {
+VERBS = {
     "plan train": ("plan_train:show_plans", "Find the best layouts for a training job, and why the others lose."),
     "plan serve": ("plan_serve:show_plans", "Find the best layouts for a serving load, and why the others lose."),
     "estimate train": ("estimate_train:show_estimate", "Estimate what one layout would do for a training job."),
@@ -163,7 +163,7 @@ COMPLETION = "Print what completes words in bash, zsh or fish."
 def _commands(prefix: str = "") -> dict[str, LazyCommand]:
     """Name -> command, of a group's verbs or of all; groups stand where their first verb does."""
     found: dict[str, LazyCommand] = {}
-    for name, (target, summary) in _VERBS.items():
+    for name, (target, summary) in VERBS.items():
         word, _, verb = name.removeprefix(prefix).partition(" ")
         if name.startswith(prefix) and not verb:
             found[word] = LazyCommand(summary, f"meshwise.commands.{target}")
@@ -172,9 +172,13 @@ def _commands(prefix: str = "") -> dict[str, LazyCommand]:
     return found
 
 
+#: What `meshwise mcp` does.
+AGENTS = "Give the verbs to agents, as tools of the Model Context Protocol on stdin and stdout."
+
 COMMANDS = {
     **_commands(),
     "ui": LazyCommand(UI, "meshwise.web.serve:show_ui"),
+    "mcp": LazyCommand(AGENTS, "meshwise.cli.mcp:mcp"),
     "completion": LazyCommand(COMPLETION, "meshwise.cli.options:completion"),
 }
 
