@@ -8,12 +8,14 @@ import importlib
 import json
 import math
 import re
+import shlex
 from collections import Counter
 
 import pytest
 
 import meshwise
-from meshwise.book import CHAPTERS, VERDICTS, problems, solve
+from meshwise.book import CHAPTERS, UNITS, VERDICTS, judge, problems, solve
+from meshwise.book.problems import COUNTED
 from meshwise.cli.main import main
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.formula import Formula
@@ -107,12 +109,79 @@ def test_the_command_answers_one_several_and_all(capsys):
     assert "applied-inference" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("answer", "code", "words"), [
-    ("120", 0, "120 is right"), ("60", 3, "0.499 times as much"), ("many", 3, "many is not right"),
+@pytest.mark.parametrize(("problem", "answer", "code", "words"), [
+    ("roofline.q2", "120", 0, "120 is right"),
+    ("roofline.q2", "120 tokens", 0, "120 tokens is right"),
+    ("roofline.q2", "0.12 ktokens", 0, "is right"),
+    ("roofline.q2", "60", 3, "0.499 times as much"),
+    ("roofline.q2", "60", 3, "mixed up: bytes a value"),
+    ("roofline.q2", "many", 3, "many is not right: expected a number of tokens"),
+    ("roofline.q2", "120 ms", 3, "ms is a time, and the problem asks for tokens"),
+    ("roofline.q2", "120 furlongs", 3, "unknown unit 'furlongs'; the problem's is tokens"),
+    ("tpus.q1.load_time", "10.16", 0, "is right"),
+    ("tpus.q1.load_time", "10.16 ms", 0, "is right"),
+    ("tpus.q1.load_time", "0.01016 s", 0, "is right"),
+    ("tpus.q1.load_time", "10160 us", 0, "is right"),
+    ("tpus.q1.load_time", "10.16 s", 3, "(mixed up: a thousand?)"),
+    ("tpus.q1.load_time", "10.16 GB", 3, "GB is bytes, and the problem asks for ms"),
+    ("sharding.cases.case1", "none", 0, "is right"),
+    ("sharding.cases.case1", "AllGather_X(lhs)", 3, "is not right"),
 ])  # fmt: skip
-def test_a_readers_answer_is_judged(capsys, answer, code, words):
-    assert main(["book", "roofline.q2", "--answer", answer]) == code
-    assert words in capsys.readouterr().out
+def test_a_readers_answer_is_judged(capsys, problem, answer, code, words):
+    assert main(["book", problem, "--answer", answer]) == code
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_answer_of_ours_is_right_and_no_other():
+    """As it is shown, in its own unit; not twice it, not with the unit of something else."""
+    for problem in problems().values():
+        solution = solve(problem)
+        if isinstance(solution.value, str):
+            assert judge(solution, solution.value.upper()).right
+            assert not judge(solution, f"{solution.value}?").right
+            continue
+        assert judge(solution, f"{solution.value:.6g}").right
+        assert judge(solution, f"{solution.value:.6g} {problem.unit}").right
+        assert not judge(solution, f"{2 * solution.value + 1:.6g}").right
+        wrong = "ms" if "bytes" in problem.unit else "GB/s" if problem.unit != "GB/s" else "ms"
+        if UNITS.get(problem.unit, 1) != UNITS["GB/s"] or "/s" not in problem.unit:
+            assert not judge(solution, f"{solution.value:.6g} {wrong}").right or "/s" in problem.unit
+
+
+def test_commands_that_are_named_give_the_same_number(capsys):
+    """Each is run; rules and counts give our number in base units, the engine's words say the same."""
+    kinds = {"all-gather": "AllGather", "all-reduce": "AllReduce", "reduce-scatter": "ReduceScatter"}
+    count = Counter()
+    for problem in problems().values():
+        solution = solve(problem)
+        if not solution.verb:
+            continue
+        assert main([*shlex.split(solution.equivalent)[1:], "--json"]) == 0, solution.equivalent
+        found = json.loads(capsys.readouterr().out)
+        count[solution.verb[0]] += 1
+        ours = solution.value if isinstance(solution.value, str) else solution.value * UNITS.get(problem.unit, 1)
+        match solution.verb:
+            case ("rule", "smallest-slice", *_):
+                assert found["value"] == math.prod(map(int, ours.split("x"))), problem.id
+            case ("rule", *_):
+                assert found["value"] == (ours if isinstance(ours, str) else pytest.approx(ours, rel=1e-6)), problem.id
+            case ("model", *_):
+                part = found["parameters"]["by_part"][COUNTED[problem.id]]
+                assert part == pytest.approx(ours, rel=EXACT), problem.id
+            case ("shard", *_):
+                steps = [f"{kinds[c['kind']]}_{''.join(c['mesh_axes'])}" for c in found["collectives"]]
+                assert steps == [step.partition("(")[0] for step in ours.split() if step != "none"], problem.id
+            case ("clusters", *_):
+                wraps = {axis["size"]: axis["wraps"] for axis in found["cluster"]["network"]["axes"]}
+                rings = [size for size, ring in wraps.items() if ring]
+                size = problem.values.get("n")
+                said = {
+                    "yes": wraps.get(size, len(rings) == len(wraps)),
+                    "no": not wraps.get(size, all(wraps.values())),
+                }
+                said |= {"all": len(rings) == len(wraps), "none": not rings}
+                assert said.get(ours, all(str(ring) in ours for ring in rings)), problem.id
+    assert count == {"rule": 169, "clusters": 7, "shard": 7, "model": 6}
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -128,7 +197,7 @@ def test_mistakes_are_answered_in_words(capsys, words, said):
 
 def test_in_python():
     (solution,) = meshwise.answer_book("gpus.k5.bound")
-    assert (solution.value, solution.is_right("Node"), solution.is_right("leaf")) == ("node", True, False)
+    assert (solution.value, judge(solution, "Node").right, judge(solution, "leaf").right) == ("node", True, False)
 
 
 def test_a_formula_is_worked_out_shown_and_solved():

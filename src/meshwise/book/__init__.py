@@ -1,5 +1,6 @@
 """The book's problems, answered: questions as data, a module of workings for each chapter."""
 
+from meshwise.book.judging import Judgement, judge
 from meshwise.book.problems import (
     CHAPTERS,
     UNITS,
@@ -18,10 +19,12 @@ __all__ = [
     "UNITS",
     "VERDICTS",
     "Derivation",
+    "Judgement",
     "Method",
     "Problem",
     "Solution",
     "find_problem",
+    "judge",
     "problems",
     "solve",
 ]

@@ -37,7 +37,10 @@ def slice_for(formula: str) -> Callable[[Mapping[str, Any]], Derivation]:
     def find(values: Mapping[str, Any]) -> Derivation:
         num_bytes = Formula(formula).value(values)
         shown = f"{Formula(formula).substituted(values)} = {num_bytes:.4g} bytes over {values['HBM']:g} a chip"
-        return Derivation(smallest_slice(num_bytes, values["HBM"]), f"the smallest that holds {formula}", shown)
+        found = smallest_slice(num_bytes, values["HBM"])
+        given = f"bytes={num_bytes:.12g},HBM={values['HBM']:.12g}"
+        verb = "rule", "smallest-slice", "--on", "v5e", "--set", given
+        return Derivation(found, f"the smallest that holds {formula}", shown, verb)
 
     return find
 

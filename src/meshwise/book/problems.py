@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
 from meshwise.core.units import parse_count
-from meshwise.costs.rules import find_rule
+from meshwise.costs.rules import PutText, find_rule
 
 #: Chapters in the book's order -> the page, and the title.
 CHAPTERS: Mapping[str, tuple[str, str]] = {
@@ -119,11 +120,13 @@ class Derivation:
         value: in base units, or a word.
         formula: in words or letters.
         substitution: the same with the numbers of the question.
+        verb: words of a command that gives the same with the engine, if there is one.
     """
 
     value: Any
     formula: str
     substitution: str
+    verb: tuple[str, ...] = ()
 
 
 #: How a problem is answered: a formula over its values, or a function of them.
@@ -149,6 +152,7 @@ class Solution(Answer):
         changed: names of these.
         value: our answer, in the problem's unit.
         explanation: our working.
+        verb: words of a command that gives the same, if there is one.
     """
 
     problem: Problem
@@ -156,6 +160,12 @@ class Solution(Answer):
     changed: tuple[str, ...]
     value: float | str
     explanation: Explanation
+    verb: tuple[str, ...] = ()
+
+    @property
+    def equivalent(self) -> str:
+        """The command that gives the same with the engine or by a rule; "" where there is none."""
+        return shlex.join(("meshwise", *self.verb)) if self.verb else ""
 
     @property
     def verdict(self) -> str:
@@ -170,13 +180,6 @@ class Solution(Answer):
         if problem.status == "book_inconsistent":
             return "inconsistent"
         return "agrees" if self.agrees_with(problem.printed) and problem.status == "agrees" else "rounding"
-
-    def is_right(self, answer: str) -> bool:
-        """Whether a reader's answer, as text, is ours: within the tolerance, or half a percent."""
-        number = _number(answer)
-        if isinstance(number, float) and not isinstance(self.value, str):
-            return math.isclose(number, self.value, rel_tol=max(self.problem.tolerance, 0.005))
-        return number is not None and self.agrees_with(number)
 
     def agrees_with(self, answer: float | str) -> bool:
         """Whether an answer in the problem's unit is ours within the tolerance."""
@@ -279,17 +282,39 @@ def solve(problem: Problem, changes: Mapping[str, str] | None = None) -> Solutio
         extra = {k: v for k, v in changed.items() if k not in {**constants, **given}}
         problem = replace(problem, constants=constants, given={**given, **extra})
     values, method = {**problem.values, **changed}, _method(find_problem(problem.id))
-    working = method(values) if callable(method) else _derived(Formula(method), values)
+    working = method(values) if callable(method) else _derived(method, values, _counted(problem, values))
     value = working.value
     if not isinstance(value, str):
         value = float(value) / UNITS.get(problem.unit, 1)
     shown = value if isinstance(value, str) else f"{value:.6g} {problem.unit}"
     how = Explanation(problem.id, working.formula, working.substitution, shown, problem.source)
-    return Solution(problem, values, tuple(changed), value, how)
+    return Solution(problem, values, tuple(changed), value, how, working.verb)
 
 
-def _derived(formula: Formula, values: Mapping[str, Any]) -> Derivation:
-    return Derivation(formula.value(values), formula.text, formula.substituted(values))
+def _derived(method: str, values: Mapping[str, Any], verb: tuple[str, ...]) -> Derivation:
+    formula = Formula(str(method))
+    if isinstance(method, PutText):
+        verb = "rule", method.rule.name, "--set", ",".join(f"{n}={v:.12g}" for n, v in method.given(values).items())
+    return Derivation(formula.value(values), formula.text, formula.substituted(values), verb)
+
+
+#: Questions on parts of a gated decoder -> the part, as `meshwise model` counts it.
+COUNTED: Mapping[str, str] = {
+    "training.q1.ffw": "mlp",
+    "training.q1.attn": "attention",
+    "applied_training.params.ffw": "mlp",
+    "applied_training.params.attn": "attention",
+    "inference.m13.ffw": "mlp",
+    "inference.m13.attn": "attention",
+}
+
+
+def _counted(problem: Problem, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The command that counts a model of the question's sizes."""
+    if problem.id not in COUNTED:
+        return ()
+    sizes = {"V": 32000, **{n: v for n, v in values.items() if n in tuple("DFLNKHV")}}
+    return "model", " ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _changed(problem: Problem, name: str, text: str) -> Any:

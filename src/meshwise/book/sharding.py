@@ -43,7 +43,12 @@ def local_shape(values: Mapping[str, Any]) -> Derivation:
         "x".join(map(str, local)),
         "each axis over the sizes of the mesh axes that split it",
         f"{'x'.join(map(str, shape))} as {_written(values['spec'], 'IJK'[: len(shape)])} on {dict(mesh.axes)}",
+        ("rule", "local-shape", "--set", f"shape={'x'.join(map(str, shape))},ways={_ways(values['spec'], mesh)}"),
     )
+
+
+def _ways(spec: list[str], mesh: Mesh) -> str:
+    return "x".join(str(mesh.size(*axes) if axes else 1) for axes in spec)
 
 
 def ways(values: Mapping[str, Any]) -> Derivation:
@@ -69,7 +74,11 @@ def verdict(values: Mapping[str, Any]) -> Derivation:
         steps = [f"{NAMES[step.kind]}_{step.mesh_axes[0]}(one input)" for _, step in moves]
     else:
         steps = [f"{NAMES[step.kind]}_{''.join(step.mesh_axes)}({where[axes]})" for axes, step in moves]
-    return Derivation(" ".join(steps) or "none", f"case {case}: {_WHY[case]}" if case else "no case", product)
+    result = _written([lhs[0], out.splits[1][0] if out.splits[1] else ""], "IK") if case != 4 else ""
+    letters = dict.fromkeys("".join((*lhs, *rhs)))
+    verb = ("shard", f"{product} -> C{result}", "--mesh", ",".join(f"{axis}=2" for axis in letters))
+    how = f"case {case}: {_WHY[case]}" if case else "no case"
+    return Derivation(" ".join(steps) or "none", how, product, verb if result and letters else ())
 
 
 def implied(values: Mapping[str, Any]) -> Derivation:
@@ -101,7 +110,9 @@ def closes(values: Mapping[str, Any]) -> Derivation:
         raise ShardingError(f"n: no axis of {'x'.join(map(str, shape))} has {values['n']} chips")
     axes = network.axes if "n" not in values else [network.axes[shape.index(values["n"])]]
     rings = all(axis.wraps for axis in axes)
-    return Derivation("yes" if rings else "no", "v5e closes axes of 16 chips only", f"{values['gen']} {shape}")
+    name = f"{values['gen']}:{'x'.join(map(str, shape))}"
+    found = "yes" if rings else "no"
+    return Derivation(found, "v5e closes axes of 16 chips only", f"{values['gen']} {shape}", ("clusters", name))
 
 
 def batch_that_binds(values: Mapping[str, Any]) -> Derivation:

@@ -18,7 +18,7 @@ def wraps(values: Mapping[str, Any]) -> Derivation:
     every = len(rings) == len(values["shape"])
     found = "all" if every else "none" if not rings else f"the axis of {', '.join(map(str, rings))}"
     rule = "axes that close: 16 chips on v5e and v6e, multiples of 4 of a full cube on v4 and v5p"
-    return Derivation(found, rule, name)
+    return Derivation(found, rule, name, ("clusters", name))
 
 
 _ONE_WAY = "V = prod(array)*bytes; "

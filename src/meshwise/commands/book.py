@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from meshwise.book import CHAPTERS, Problem, Solution, problems, solve
+from meshwise.book import CHAPTERS, Problem, Solution, judge, problems, solve
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.requests import Flag, Request
 from meshwise.core.errors import MeshwiseError
@@ -46,7 +46,7 @@ class BookRequest(Request):
     ] = Field(default={})
     """Other numbers than the question's, W_hbm=1.6e12; lists of sizes as 4x8."""
     answer: str | None = None
-    """Your own answer, in the problem's unit: says whether it is right."""
+    """Your own answer, 120 or '5.3 ms', in the problem's unit unless it names one: says whether it is right."""
     every: Annotated[bool, Flag("", "--all/--no-all")] = False
     """Answer every problem."""
 
@@ -110,7 +110,7 @@ def show_book(screen: Screen, request: BookRequest) -> int | None:
     solutions = answer_book.answer(request)
     if len(solutions) == 1:
         screen.show(solution_report(solutions[0], request.answer, request.echo()))
-        return None if request.answer is None or solutions[0].is_right(request.answer) else 3
+        return None if request.answer is None or judge(solutions[0], request.answer).right else 3
     if request.answer is not None:
         raise MeshwiseError(f"--answer is of one problem, and here are {len(solutions)}: name one of them")
     whole = request.problem is None and not request.every

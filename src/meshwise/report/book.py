@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwise.book import CHAPTERS, VERDICTS, Solution
+from meshwise.book import CHAPTERS, VERDICTS, Judgement, Solution, judge
 from meshwise.report.report import Report
 from meshwise.report.table import Columns, counted, facts, said, tabulate
 
@@ -41,6 +41,7 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
         inputs: what was asked, with defaults.
     """
     problem, how = solution.problem, solution.explanation
+    judged = None if answer is None else judge(solution, answer)
     printed = "none" if problem.printed is None else _with_unit(problem.printed, problem.unit)
     known = ", ".join(f"{name}={_shown(value)}" for name, value in solution.values.items())
     rows = [
@@ -54,7 +55,7 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
     return Report(
         command="book",
         inputs=inputs,
-        answer=f"{problem.id}: {_with_unit(solution.value, problem.unit)}{_judged(solution, answer)}",
+        answer=f"{problem.id}: {_with_unit(solution.value, problem.unit)}{_judged(judged, answer)}",
         data={
             **_answer(solution),
             "question": problem.question,
@@ -67,11 +68,15 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
             "tolerance": problem.tolerance,
             "note": problem.note,
             "url": problem.url,
-            "right": None if answer is None else solution.is_right(answer),
+            "right": None if judged is None else judged.right,
+            "equivalent": solution.equivalent or None,
         },
         body=said(Text(problem.question), tabulate(_COLUMNS, rows), Text(problem.note) if problem.note else None),
         assumed=(f"{problem.source}: {problem.url}",),
-        next_steps=said(f"other numbers: {varied}" if varied else None),
+        next_steps=said(
+            f"the same by a command: {solution.equivalent}" if solution.equivalent else None,
+            f"other numbers: {varied}" if varied else None,
+        ),
         explanations=(how,),
     )
 
@@ -80,17 +85,12 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
 
 
-def _judged(solution: Solution, answer: str | None) -> str:
+def _judged(judged: Judgement | None, answer: str | None) -> str:
     """What is to be said of the reader's own answer."""
-    if answer is None:
+    if judged is None:
         return ""
-    if solution.is_right(answer):
-        return f"; {answer} is right"
-    try:
-        ratio = float(answer) / float(solution.value)
-    except (ValueError, ZeroDivisionError):
-        return f"; {answer} is not right"
-    return f"; {answer} is not right: {ratio:.3g} times as much, the problem's unit is {solution.problem.unit}"
+    why = f": {judged.words}" if judged.words else ""
+    return f"; {answer} is right" if judged.right else f"; {answer} is not right{why}"
 
 
 def problems_report(solutions: Sequence[Solution], inputs: Mapping[str, Any]) -> Report:

@@ -68,7 +68,7 @@ LETTERS: Mapping[str, Letter] = {
     "mfu": Letter("share of the peak that is reached", "%", 1),
     "b": Letter("bytes a value", "bytes", 2),
     "w": Letter("bytes a weight", "bytes", 2),
-    "state": Letter("bytes of optimizer state a parameter", "bytes", 8),
+    "state": Letter("bytes of optimizer state a parameter", "bytes", 8, may_be_zero=True),
     # A layout.
     "X": Letter("ways of data or fully sharded data parallelism"),
     "Y": Letter("ways of tensor parallelism"),

@@ -104,13 +104,36 @@ class Rule:
         from meshwise.costs.rules.letters import LETTERS  # noqa: PLC0415
 
         defaults = {n: d for n in self.letters if (d := self.defaults.get(n, LETTERS[n].default)) is not None}
-        return PutText(self.formula.put({**defaults, **names}))
+        return PutText(self, names, self.formula.put({**defaults, **names}))
 
 
-class PutText(str):
-    """A formula that came from a rule."""
+class PutText(str):  # noqa: SLOT000 -- a text with two attributes
+    """A formula that came from a rule, in other letters; `letters` are what the rule's own were given."""
 
-    __slots__ = ()
+    rule: Rule
+    letters: Mapping[str, str | float]
+
+    def __new__(cls, rule: Rule, letters: Mapping[str, str | float], text: str) -> PutText:  # noqa: PYI034 -- a subclass would need the same arguments
+        """Keep the rule beside the text."""
+        made = super().__new__(cls, text)
+        made.rule, made.letters = rule, dict(letters)
+        return made
+
+    def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The rule's letters as numbers, those that have other values than its defaults.
+
+        Args:
+            values: of the text's own letters.
+        """
+        from meshwise.costs.rules.letters import LETTERS  # noqa: PLC0415
+
+        found = {}
+        for name in self.rule.letters:
+            if name in self.letters:
+                found[name] = Formula(str(self.letters[name])).value(values)
+            elif self.rule.defaults.get(name, LETTERS[name].default) is None:
+                found[name] = values[name]
+        return found
 
 
 def check(rule: str, name: str, letter: Letter, value: Any) -> None:
