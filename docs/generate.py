@@ -44,6 +44,9 @@ PAGES = (
     DOCS / "profile.md",
     *sorted((DOCS / "strategies").glob("*.md")),
     DOCS / "agents.md",
+    DOCS / "start.md",
+    DOCS / "six-steps.md",
+    *sorted((DOCS / "tutorials").glob("*.md")),
     DOCS / "llms.txt",
     DOCS / "reference.md",
     ROOT / "src" / "meshwise" / "__init__.pyi",
@@ -54,17 +57,20 @@ _TABLE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->\n", re.D
 
 
 @functools.cache
-def output_of(command: str, before: tuple[str, ...] = ()) -> str:
+def output_of(command: str, before: tuple[str, ...] = (), files: tuple[tuple[str, str], ...] = ()) -> str:
     """Run `meshwise ...` in this process, in a folder with nothing but `traces`; give what it prints, or its error.
 
     Args:
         command: as typed.
         before: commands that are run first, in the same folder: they save what it reads.
+        files: name and text of what lies in the folder.
     """
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("traces").symlink_to(ROOT / "tests" / "data" / "traces")
+        for name, text in files:
+            Path(name).write_text(text, encoding="utf-8")
         try:
             for one in (*before, command):
                 said = _said(one)
@@ -110,8 +116,13 @@ def _any_starts(texts: list[str], word: str) -> bool:
     return any(t.startswith(word) for t in texts)
 
 
+#: A file that a page shows, named in its first line, which its commands read.
+_FILE = re.compile(r"```toml\n(# (?P<name>[\w.-]+\.toml)\n.*?)```\n", re.DOTALL)
+
+
 def _block(match: re.Match[str]) -> str:
     """Write one console block again."""
+    files = tuple((found["name"], found[1]) for found in _FILE.finditer(match.string))
     shown = match["shown"]
     body = match["body"].replace("\\\n", "\\\n\0")
     commands = re.findall(r"^\$ (.*(?:\n\0.*)*)", body, re.MULTILINE)
@@ -121,7 +132,8 @@ def _block(match: re.Match[str]) -> str:
     for command in commands:
         typed = command.replace("\0", "")
         run = typed.replace(chr(92) + chr(10), " ")
-        parts.append(f"$ {typed}\n{trimmed(output_of(run, saving), shown if ' --save ' not in run else '1')}")
+        said = output_of(run, saving, files if ".toml" in run else ())
+        parts.append(f"$ {typed}\n{trimmed(said, shown if ' --save ' not in run else '1')}")
         saving += (run,) if " --save " in run else ()
     mark = f"<!-- shown: {shown} -->\n" if shown is not None else ""
     return f"{mark}```console\n{''.join(parts)}```\n"

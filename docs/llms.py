@@ -11,8 +11,8 @@ from meshwise.costs.rules import TOPICS
 
 _HEAD = """# meshwise
 
-> Plans how to train and serve large language models on TPUs and GPUs: layouts, step times, memory, cost, with the working
-> of every number. The method is that of "How To Scale Your Model". Command line, Python, tools for agents (agents.md).
+> Plans how to train and serve large language models on TPUs and GPUs: layouts, step times, memory, cost, with the
+> working of every number. The method is that of "How To Scale Your Model". Command line, Python, tools for agents.
 
 Every command takes --json (units are in the names) and --explain (formula, substitution, source).
 """

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.cli.main import _VERBS
+from meshwise.cli import main
 from meshwise.core.errors import MeshwiseError
 from meshwise.web.links import VERBS, command, load, options, parse_command, query, read_pairs, requests_of
 from meshwise.web.views import VIEW_OF, VIEWS, link
@@ -42,7 +42,7 @@ def test_any_text_goes_through_links_and_commands(model, layout):
 
 
 def test_verbs_are_those_of_the_command_line():
-    assert {verb: _VERBS[verb][0] for verb in VERBS} == VERBS
+    assert {verb: main.VERBS[verb][0] for verb in VERBS} == VERBS
     assert set(VIEW_OF) == set(VERBS)
 
 

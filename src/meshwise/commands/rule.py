@@ -266,16 +266,17 @@ def _slice_sizes(rules: SliceRules) -> list[int]:
 
 def _of_tree(cluster: Cluster) -> dict[str, _Filled]:
     chip = cluster.chip
-    node = math.prod(level.degree for level in chip.scale_up)
-    found: dict[str, _Filled] = {"W": _of_chip(chip, "link_bandwidth_one_way"), "node": (node, chip.title, "")}
     assert isinstance(cluster.network, Tree)
-    fabric, levels = networks().get(chip.network), cluster.network.levels[len(chip.scale_up) :]
-    document = f"{fabric.title}: {fabric.source.title}, {fabric.source.date}" if isinstance(fabric, Fabric) else ""
-    if not levels and isinstance(fabric, Fabric):
-        levels = tuple(item.level for item in fabric.levels)
+    inner, levels = cluster.network.levels[: len(chip.scale_up)], cluster.network.levels[len(chip.scale_up) :]
+    fabric, document = networks().get(chip.network), ""
+    if not levels and isinstance(fabric, Fabric):  # one node, or less: what joins such nodes by default
+        inner, levels = chip.scale_up, tuple(item.level for item in fabric.levels)
+        document = f"{fabric.title}: {fabric.source.title}, {fabric.source.date}"
+    node = math.prod(level.degree for level in inner)
+    found: dict[str, _Filled] = {"W": _of_chip(chip, "link_bandwidth_one_way"), "node": (node, chip.title, "")}
     if levels:
-        found["W_node"] = levels[0].bandwidth_per_chip_one_way * node, f"{levels[0].name} of {chip.title}", document
-        found["W_spine"] = levels[-1].bandwidth_per_chip_one_way * node, f"{levels[-1].name} of {chip.title}", document
+        for letter, level in (("W_node", levels[0]), ("W_spine", levels[-1])):
+            found[letter] = level.bandwidth_per_chip_one_way * node, f"{level.name} of {cluster.name}", document
     return found
 
 

@@ -1,0 +1,154 @@
+"""What the site has besides the pages: the book's chapters, the Python functions, and links that leave `docs/`.
+
+A Sphinx extension, named in `conf.py`. Directives: `chapter`, with the name of one; `functions`, all public names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import meshwise
+from meshwise.book import CHAPTERS, VERDICTS, Solution, problems, solve
+
+#: Files of the repository that are pages of the site.
+_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+
+#: Folders whose index lists the pages beside it.
+_LISTED = ("strategies/index", "decisions/index")
+
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
+_CODE_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)*(?:[\w-]+/)*[\w.-]+\.(?:py|toml|csv|json|txt|ipynb))\)")
+
+
+def within(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Links to other files of the repository become pages where they are some, and names elsewhere."""
+    here = Path(docname).parent
+    root = Path(app.srcdir).parent / next((name for name, page in _PAGES.items() if page == f"{docname}.md"), "")
+    if root.is_file() and docname != "index":  # a page that is that file
+        source[0] = (
+            root.read_text(encoding="utf-8").replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
+        )
+    if docname in _LISTED:
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+
+    def page(match: re.Match[str]) -> str:
+        words, target, anchor = match[1], match[2], match[3] or ""
+        inside = (Path(app.srcdir) / here / target).resolve()
+        if inside.is_relative_to(app.srcdir):
+            return match[0] if inside.suffix == ".md" else words
+        known = _PAGES.get(inside.name)
+        up = "../" * (len(Path(docname).parts) - 1)
+        return f"[{words}]({up}{known}{anchor})" if known else words
+
+    source[0] = _LINK.sub(page, _folders(_CODE_LINK.sub(r"\1", source[0])))
+
+
+def _folders(text: str) -> str:
+    """Links to a folder of pages lead to its first one."""
+    return text.replace("(strategies)", "(strategies/index.md)").replace("(decisions)", "(decisions/index.md)")
+
+
+class _Markdown(SphinxDirective):
+    """A directive whose content is Markdown that is made here."""
+
+    def parsed(self, text: str) -> list[nodes.Node]:
+        """Parse it, with headings."""
+        lines = StringList(text.splitlines(), source=self.env.docname)
+        return list(self.parse_content_to_nodes_of(lines))
+
+    def parse_content_to_nodes_of(self, lines: StringList) -> list[nodes.Node]:
+        """As Sphinx parses a directive's own content."""
+        self.content = lines
+        return list(self.parse_content_to_nodes(allow_section_headings=True))
+
+
+class Chapter(_Markdown):
+    """The problems of a chapter, each with our answer, the book's, the working, and the commands."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Answer all of them."""
+        own = [solve(p) for p in problems().values() if p.chapter == self.arguments[0]]
+        return self.parsed("\n".join(line for s in own for line in _problem(s)))
+
+
+def _problem(solution: Solution) -> Iterator[str]:
+    problem, how = solution.problem, solution.explanation
+    printed = "nothing" if problem.printed is None else f"{problem.printed} {problem.unit}"
+    yield f"## {problem.short}"
+    yield ""
+    yield f"{_plain(problem.question)}"
+    yield ""
+    yield f"**{how.result}**; the book prints {_plain(printed)}: {VERDICTS[solution.verdict]}."
+    yield ""
+    yield "```text"
+    yield from textwrap.wrap(how.formula, 100)
+    yield from textwrap.wrap(f"= {how.substitution}", 100)
+    yield f"$ meshwise book {problem.id}"
+    yield from ([f"$ {solution.equivalent}"] if solution.equivalent else [])
+    yield "```"
+    yield from (["", _plain(problem.note)] if problem.note else [])
+    yield ""
+
+
+def _plain(text: str) -> str:
+    """Text whose stars, brackets and dollars mean themselves."""
+    return re.sub(r"([*_\[\]<>`$|\\])", r"\\\1", text)
+
+
+class Functions(_Markdown):
+    """Every public name with its signature and documentation."""
+
+    def run(self) -> list[nodes.Node]:
+        """Write them in the order of the package."""
+        names = [name for name in meshwise.__all__ if not name.startswith("_")]
+        return self.parsed("\n".join(line for name in sorted(names) for line in _function(name)))
+
+
+def _function(name: str) -> Iterator[str]:
+    value: Any = getattr(meshwise, name)
+    yield f"## {name}"
+    yield ""
+    yield "```python"
+    yield f"meshwise.{name}{_signature(value)}"
+    yield "```"
+    yield ""
+    yield "```text"
+    yield from (inspect.getdoc(value) or "").splitlines()
+    yield "```"
+    yield ""
+
+
+def _signature(value: object) -> str:
+    """Its parameters, a line each where there are many."""
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return ""
+    text = str(inspect.signature(value))  # type: ignore[arg-type]
+    parameters = [str(p) for p in inspect.signature(value).parameters.values()]  # type: ignore[arg-type]
+    return text if len(text) < 90 else "(\n    " + ",\n    ".join(p.replace("'", "") for p in parameters) + ",\n)"
+
+
+def missing_chapters(app: Sphinx) -> None:
+    """Fail where a chapter of the book has no page."""
+    have = {path.stem for path in (Path(app.srcdir) / "book").glob("*.md")}
+    assert have >= set(CHAPTERS), f"docs/book lacks {set(CHAPTERS) - have}"
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.add_directive("chapter", Chapter)
+    app.add_directive("functions", Functions)
+    app.connect("source-read", within)
+    app.connect("builder-inited", missing_chapters)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,81 @@
+"""The documentation site: built with strict links, whole, and without anything from elsewhere."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshwise
+from meshwise.book import CHAPTERS, problems
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow  # twenty seconds of Sphinx; proves that no link of the site is broken and no page missing
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    words = [
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        "-d",
+        str(folder / "trees"),
+        str(ROOT / "docs"),
+        str(folder / "html"),
+    ]
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "html"
+
+
+def test_every_page_of_the_repository_is_one_of_the_site(site):
+    pages = {p.relative_to(ROOT / "docs").with_suffix(".html") for p in (ROOT / "docs").rglob("*.md")}
+    assert pages <= {p.relative_to(site) for p in site.rglob("*.html")}
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_every_problem_is_in_its_chapter_and_in_the_index_of_words(site, chapter):
+    page = (site / "book" / f"{chapter}.html").read_text(encoding="utf-8")
+    for problem in problems().values():
+        if problem.chapter == chapter:
+            assert f"meshwise book {problem.id}" in page
+    assert f'"book/{chapter}"' in (site / "searchindex.js").read_text(encoding="utf-8")
+
+
+def test_every_public_name_is_on_the_page_of_python(site):
+    page = (site / "api.html").read_text(encoding="utf-8")
+    assert [name for name in meshwise.__all__ if f'id="{name.lower().replace("_", "-")}"' not in page] == [
+        "__version__"
+    ]
+
+
+def test_nothing_comes_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"([^\"]+)\"|<link[^>]*\shref=\"([^\"]+)\"", text)
+        assert not [one for pair in loaded for one in pair if one.startswith(("http:", "https:", "//"))], page
+
+
+def test_pages_for_users_stand_before_those_for_contributors(site):
+    text = (site / "index.html").read_text(encoding="utf-8")
+    places = [
+        text.index(f'class="caption-text">{caption}') for caption in ("Learn", "The book", "Use", "For contributors")
+    ]
+    assert places == sorted(places)
+
+
+def test_search_finds_a_rule_without_a_server(site):
+    """The index of words is a script, which a page from a file can load."""
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    found = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)", index, re.DOTALL)[1])
+    pages = {found["docnames"][n] for n in found["terms"]["ridg"]} if "ridg" in found["terms"] else set()
+    assert {"rules", "book/roofline"} <= pages
