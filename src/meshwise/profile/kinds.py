@@ -123,6 +123,22 @@ def kernel_category(kernel: str, parent: str = "") -> str:
 _MOVES = re.compile(r"__amd_rocclr_(copy|fill)|memcpy|memset|copybuffer|fillbuffer", re.IGNORECASE)
 
 
+def short_name(kernel: str) -> str:
+    """A kernel's name without types, namespaces and arguments; names that are no C++ stay.
+
+    >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>(int)")
+    'vectorized_elementwise_kernel<CUDAFunctor_add>'
+    >>> short_name("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)"), short_name("fusion.12")
+    ('ncclDevKernel_Generic', 'fusion.12')
+    """
+    plain = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
+    head = re.match(r"[\w:~.$\-]+", plain)
+    if head is None or ("(" not in plain and "<" not in plain):
+        return kernel
+    functor = re.search(r"(\w*[Ff]unctor\w*|\w+_kernel_cuda|\w+Op)\b", plain[head.end() :])
+    return head[0].rpartition("::")[2] + (f"<{functor[1]}>" if functor else "")
+
+
 def kernel_activity(kernel: str, event: str) -> Activity:
     """What a GPU event keeps busy: `event` is `kernel`, `gpu_memcpy` or `gpu_memset`."""
     if is_collective(kernel):

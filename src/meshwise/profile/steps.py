@@ -21,8 +21,8 @@ _MARKED = (
     re.compile(r"ProfilerStep#\d+"),
     re.compile(r"(?!.*dummy).*\bstep[ _#:=]*\d+", re.IGNORECASE),
     re.compile(r".+ \d+$"),
-    re.compile(r"execute_\w*"),
     re.compile(r"(step\[|decode|prefill|forward_batch|iteration).*", re.IGNORECASE),
+    re.compile(r"execute_.*"),
 )
 #: A first step longer than the median of the others by this factor was no steady one. Profilers that warm up by
 #: themselves (markers of Kineto) are believed more.
@@ -105,7 +105,12 @@ def _marked(device: Device, markers: Sequence[Marker], place: int) -> Steps | No
         return None
     start = np.array([m.start for m in own], dtype=np.int64)
     end = np.append(start[1:], own[-1].end)
-    return Steps(start, np.maximum(end, start), tuple(m.name for m in own), f"by {len(own)} markers on the device")
+    return Steps(
+        start,
+        np.maximum(end, start),
+        tuple(m.name for m in own),
+        f"by {len(own)} marker{'s' if len(own) > 1 else ''} on the device",
+    )
 
 
 def _outermost(markers: Sequence[Marker]) -> list[Marker]:
@@ -140,8 +145,8 @@ def _by_launch(device: Device, markers: Sequence[Marker]) -> Steps | None:
         return None
     order = np.argsort(np.array(begins, dtype=np.int64), kind="stable")
     sorted_begins = np.array(begins, dtype=np.int64)[order]
-    family = re.sub(r"\d+", "#", markers[0].name)
-    how = f"by {len(begins)} markers {family[:40]}"
+    family = re.sub(r"#?\d+", "#", markers[0].name)
+    how = f"by {len(begins)} marker{'s' if len(begins) > 1 else ''} {family[:40]}"
     ends = np.append(sorted_begins[1:], max(last, int(sorted_begins[-1])))
     return Steps(sorted_begins, ends, tuple(names[n] for n in order), how)
 

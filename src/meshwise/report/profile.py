@@ -16,6 +16,7 @@ from meshwise.core.units import format_bandwidth, format_bytes, format_flops_per
 from meshwise.profile.causes import Cause
 from meshwise.profile.causes.network import Group, communication
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, roofline_of
 from meshwise.profile.partition import PARTS
 from meshwise.profile.profile import Profile
@@ -37,7 +38,7 @@ def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
         inputs: what was asked, with defaults.
     """
     profile = diagnosis.profile
-    about = Text(about_line(profile))
+    about = Text(about_line(diagnosis))
     return Report(
         command="profile",
         inputs=inputs,
@@ -87,8 +88,9 @@ def answer_line(diagnosis: Diagnosis) -> str:
     return f"{head}: {reasons}; without {without} about {format_time(diagnosis.reachable_s)}"
 
 
-def about_line(profile: Profile) -> str:
-    """What was read, and how steps were found."""
+def about_line(diagnosis: Diagnosis) -> str:
+    """What was read, and how steps were found; rates and memory where they are known."""
+    profile = diagnosis.profile
     lane = profile.devices[0].lane
     steps = counted(len(lane.steps), "step")
     left = f" ({lane.steps.left_out} before them were not steady)" if lane.steps.left_out else ""
@@ -97,7 +99,31 @@ def about_line(profile: Profile) -> str:
     spread = ""
     if len(profile.steps_s) > 1:
         spread = f"; steps from {format_time(min(profile.steps_s))} to {format_time(max(profile.steps_s))}"
-    return f"{steps} of {counted(len(profile.devices), 'device')} ({chip}, {formats}), {lane.steps.how}{left}{spread}"
+    rest = "".join(f"; {words}" for words in (_rates(diagnosis), _memory(profile)) if words)
+    devices = counted(len(profile.devices), "device")
+    return f"{steps} of {devices} ({chip}, {formats}), {lane.steps.how}{left}{spread}{rest}"
+
+
+def mfu(diagnosis: Diagnosis) -> float | None:
+    """Model FLOPs of the plan over what the chips could do in the measured step; None without a plan for this chip."""
+    beside, step_s = diagnosis.beside, diagnosis.profile.step_s
+    if beside is None or not beside.same_chip or not step_s:
+        return None
+    estimate = beside.plan.estimate
+    return estimate.model_flops / (step_s * estimate.num_chips * estimate.peak_flops_per_s)
+
+
+def _rates(diagnosis: Diagnosis) -> str:
+    """MFU beside a plan, else the share of the peak that the products of known size are."""
+    found, known = mfu(diagnosis), diagnosis.profile.flops_utilization
+    if found is not None:
+        return f"MFU {found:.1%}"
+    return "" if known is None else f"products and attention of known size are {known:.1%} of the peak FLOP/s"
+
+
+def _memory(profile: Profile) -> str:
+    peak = profile.memory_peak
+    return "" if peak is None else f"at most {format_bytes(peak)} allocated"
 
 
 def parts_bars(profile: Profile) -> RenderableType | None:
@@ -162,7 +188,7 @@ def operation_name(time: OpTime, width: int) -> str:
         size = f" {format_bytes(op.collective.num_bytes)}" if op.collective.num_bytes else ""
         over = f" over {op.collective.group_size}" if op.collective.group_size else ""
         return f"{op.collective.kind}{size}{over}"[:width]
-    name = op.parent or op.name
+    name = op.parent or short_name(op.name)
     return name if len(name) <= width else f"{name[: width - 3]}..."
 
 
@@ -193,7 +219,7 @@ def _idle(profile: Profile) -> RenderableType | None:
     lines = [first]
     if idle.late is not None:
         lines.append(f"for {format_time(idle.late)} of it the next operation had not been launched yet")
-    lines += [f"after {name[:60]}: {format_time(seconds)}" for name, seconds in idle.after[:3]]
+    lines += [f"after {short_name(name)[:60]}: {format_time(seconds)}" for name, seconds in idle.after[:3]]
     lines += [f"meanwhile the host is in {name[:60]}: {format_time(seconds)}" for name, seconds in idle.host[:4]]
     return listed("Idle", lines)
 
@@ -280,6 +306,7 @@ def profile_data(diagnosis: Diagnosis) -> dict[str, Any]:
         ],
         "chip": profile.chip.name if profile.chip else None,
         "flops_utilization": profile.flops_utilization,
+        "mfu": mfu(diagnosis),
         "memory_peak_bytes": profile.memory_peak,
         "missing": list(profile.missing),
     }

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwise.core.units import format_time
 from meshwise.profile.causes.cause import Cause
+from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, Roofline, roofline_of
 from meshwise.profile.profile import Profile
 from meshwise.profile.scores import score_sizes
@@ -172,7 +173,7 @@ def _layouts(profile: Profile) -> Iterator[Cause]:
     seconds = sum(t.seconds for t in found)
     if seconds:
         first = found[0].kind
-        name = first.parent or first.scope.rpartition("/")[2] or first.name
+        name = first.parent or first.scope.rpartition("/")[2] or short_name(first.name)
         evidence = (
             f"{sum(t.runs for t in found):,.0f} copies, transposes and concatenations a step take "
             f"{format_time(seconds)}, most in {name[:60]} ({format_time(found[0].seconds)})"

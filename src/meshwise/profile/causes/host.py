@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwise.core.units import format_bytes, format_time
 from meshwise.profile.causes.cause import Cause
+from meshwise.profile.kinds import short_name
 from meshwise.profile.profile import DeviceTimes, Profile
 from meshwise.profile.trace import SECOND, Activity, Times
 
@@ -48,7 +49,11 @@ def _gaps(profile: Profile) -> Iterator[Cause]:
     """Long gaps by what they follow, each with what the host did; the short ones together."""
     found = _long_gaps(profile)
     for gap in found[:_MOST_GAPS]:
-        where = f"between steps, after {gap.after[:50]}" if gap.between else f"after {gap.after[:60]}"
+        where = (
+            f"between steps, after {short_name(gap.after)[:50]}"
+            if gap.between
+            else f"after {short_name(gap.after)[:60]}"
+        )
         often = f" in {gap.number} of {gap.steps} steps" if gap.number < gap.steps else ""
         host = f"; the host is in {gap.host[:60]}" if gap.host else ""
         evidence = f"nothing runs for {format_time(gap.seconds)} a step {where}{often}{host}"
@@ -144,7 +149,7 @@ def _copies(profile: Profile) -> Iterator[Cause]:
     size = f", {format_bytes(moved)}" if moved else ""
     evidence = (
         f"{sum(t.runs for t in copies):,.0f} copies a step{size}, {format_time(exposed)} of them not hidden, most in "
-        f"{first.name[:60]}{f' of {first.parent}' if first.parent else ''}"
+        f"{short_name(first.name)[:60]}{f' of {first.parent}' if first.parent else ''}"
     )
     both = [any(re.search(way, t.kind.name) for t in host) for way in ("HtoD|H2D", "DtoH|D2H")]
     if all(both) and sum(t.seconds for t in host) > 0.1 * profile.step_s:

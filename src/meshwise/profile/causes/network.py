@@ -25,7 +25,8 @@ def network_causes(profile: Profile) -> Iterator[Cause]:
     """All of them."""
     yield from _stragglers(profile)
     groups = communication(profile)
-    strided = [(group, cause) for group in groups for cause in _strided(profile, group)]
+    neighbours = max((g.bus_bandwidth or 0.0 for g in groups if _lies_together(g)), default=0.0)
+    strided = [(group, cause) for group in groups for cause in _strided(profile, group, neighbours)]
     yield from (cause for _, cause in strided)
     lost = {key_of(group): cause.seconds for group, cause in strided}
     exposed = sum(group.exposed for group in groups)
@@ -140,8 +141,19 @@ def _hide(group: Group) -> str:
     return "overlap it with computation that does not need it"
 
 
-def _strided(profile: Profile, group: Group) -> Iterator[Cause]:
-    """A group whose ranks are not neighbours, and that is slower than neighbours would be."""
+def _lies_together(group: Group) -> bool:
+    """Whether the first group is of devices that follow one another, and sends enough to tell a bandwidth."""
+    sent = group.ops[0].kind.collective
+    ranks = sent.groups[0] if sent is not None and sent.groups else ()
+    large = (group.num_bytes or 0.0) >= _FEWEST_BYTES * max(group.runs, 1)
+    return len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) and large
+
+
+def _strided(profile: Profile, group: Group, neighbours: float) -> Iterator[Cause]:
+    """A group whose ranks are not neighbours, and that is slower than neighbours would be.
+
+    `neighbours`: bytes/s that groups of neighbours reach in the same trace, 0 if it has none; no more is expected.
+    """
     chip, sent = profile.chip, group.ops[0].kind.collective
     if chip is None or sent is None or not sent.groups or not group.size or group.num_bytes is None:
         return
@@ -150,10 +162,11 @@ def _strided(profile: Profile, group: Group) -> Iterator[Cause]:
         return
     step = ranks[1] - ranks[0]
     if chip.num_links > 1:  # a torus: a ring sends both ways
-        bandwidth, strided = 2 * chip.link_bandwidth_one_way, step > 1 or len(ranks) > 2
+        bandwidth, strided = 2 * chip.link_bandwidth_one_way, step > 1
     else:
         nodes = {rank // _GPUS_OF_A_NODE for rank in ranks}
         bandwidth, strided = chip.link_bandwidth_one_way, len(nodes) > 1 and len(ranks) <= _GPUS_OF_A_NODE
+    bandwidth = min(bandwidth, neighbours) if neighbours else bandwidth
     waited = profile.partition_s["waiting"]
     expected = wire_bytes(group.kind, group.num_bytes, group.size) / bandwidth
     seconds = min(group.seconds - waited, group.exposed) - expected

@@ -7,26 +7,16 @@ Not here: when the operations ran (`xplane`, `nsys_jax`).
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
-
-from meshwise.profile.kinds import collective_kind, short_dtype
+from meshwise.profile.kinds import collective_kind
+from meshwise.profile.reading.hlo_parts import arrays_of, elements, gemm_dimensions, groups_of, window_pairs
 from meshwise.profile.reading.protos import Message, parse
 from meshwise.profile.trace import Activity, Array, Collective, OpKind
 from meshwise.profile.work import array_bytes
-
-#: Number of an element type -> its name: openxla/xla, xla_data.proto.
-_TYPES = {
-    1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "f16", 11: "f32",
-    12: "f64", 15: "c64", 16: "bf16", 18: "c128", 19: "f8e5m2", 20: "f8e4m3fn", 21: "s4", 22: "u4", 23: "f8e4m3b11fnuz",
-    24: "f8e5m2", 25: "f8e4m3fnuz", 26: "s2", 27: "u2", 28: "f8e4m3fn", 29: "f8e4m3fn", 32: "f4e2m1fn", 33: "f8e4m3fn",
-}  # fmt: skip
 
 _COLLECTIVES = frozenset({
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -110,7 +100,7 @@ class HloProgram:
         scope = self._scope(instruction, inside, heavy)
         operands = tuple(self._arrays(self._by_id.get(i)) for i in instruction.operand_ids)
         read = tuple(a for arrays in operands for a in arrays)
-        written = _arrays_of(instruction.shape)
+        written = arrays_of(instruction.shape)
         matmul = self._matmul(heavy) if heavy is not None else None
         flops = sum(self._flops(i) for i in ([instruction] if opcode != "fusion" else inside))
         waits = opcode.endswith("-done")
@@ -146,7 +136,7 @@ class HloProgram:
             return instruction
         ranked = [i for i in inside if i.opcode in _WEIGHT]
         if ranked:
-            return min(ranked, key=lambda i: (_WEIGHT.index(i.opcode), -_elements(i.shape)))
+            return min(ranked, key=lambda i: (_WEIGHT.index(i.opcode), -elements(i.shape)))
         root = self._root(instruction)
         return root if root is not None else inside[-1]
 
@@ -176,7 +166,7 @@ class HloProgram:
         if heavy.opcode == "custom-call":
             return _custom(heavy.custom_call_target, scope)
         if heavy.opcode in ("dot", "convolution"):
-            return "matmul" if heavy.opcode == "dot" else "convolution"
+            return "matmul" if heavy.opcode == "dot" or _is_product(heavy) else "convolution"
         if heavy.opcode in ("gather", "scatter"):
             return "embedding"
         if heavy.opcode in ("sort", "rng-bit-generator", "rng"):
@@ -229,7 +219,7 @@ class HloProgram:
         return next((str(i.metadata.op_name) for i in self._inside(instruction) if i.metadata.op_name), "")
 
     def _arrays(self, instruction: Message | None) -> tuple[Array, ...]:
-        return _arrays_of(instruction.shape) if instruction is not None else ()
+        return arrays_of(instruction.shape) if instruction is not None else ()
 
     def _operand(self, instruction: Message, place: int) -> tuple[int, ...]:
         """Sizes of an operand."""
@@ -244,9 +234,9 @@ class HloProgram:
             batches, left = list(numbers.lhs_batch_dimensions), list(numbers.lhs_contracting_dimensions)
             right = list(numbers.rhs_contracting_dimensions)
         elif heavy.opcode == "custom-call" and "gemm" in _target(heavy):
-            batches, left, right = _gemm_dimensions(bytes(heavy.backend_config))
+            batches, left, right = gemm_dimensions(bytes(heavy.backend_config))
         else:
-            return None
+            return self._convolved(heavy) if heavy.opcode == "convolution" and _is_product(heavy) else None
         one, other = self._operand(heavy, 0), self._operand(heavy, 1)
         if (
             not one
@@ -273,20 +263,32 @@ class HloProgram:
             )
         if opcode in _NO_FLOPS or opcode in _HOLDERS or _plain(opcode) in _COLLECTIVES:
             return 0.0
-        return float(_elements(instruction.shape))
+        return float(elements(instruction.shape))
+
+    def _convolved(self, heavy: Message) -> tuple[int, int, int, int] | None:
+        """(batch, m, k, n) of a product that is a convolution on TPUs; with a window, by its results and FLOPs."""
+        result = next((a.dims for a in arrays_of(heavy.shape)), ())
+        flops, size = self._convolution(heavy), math.prod(result)
+        if not flops or len(result) < 2:
+            return None
+        k = round(flops / (2 * size))
+        if heavy.window.dimensions:
+            return math.prod(result[:-2]), result[-2], k, result[-1]
+        n = result[heavy.convolution_dimension_numbers.output_feature_dimension]
+        return 1, size // n, k, n
 
     def _convolution(self, instruction: Message) -> float:
         """2 for each product of an input with a weight; what lies in the padding is none, as XLA counts."""
         numbers, kernel, image = (
             instruction.convolution_dimension_numbers, self._operand(instruction, 1), self._operand(instruction, 0)
         )  # fmt: skip
-        results = _arrays_of(instruction.shape)  # of a library also its scratch space
+        results = arrays_of(instruction.shape)  # of a library also its scratch space
         windows = instruction.window.dimensions
         if not kernel or not image or not results or len(windows) != len(numbers.output_spatial_dimensions):
             return 0.0
         result = results[0].dims
         positions = zip(windows, numbers.input_spatial_dimensions, numbers.output_spatial_dimensions, strict=True)
-        pairs = math.prod(_window_pairs(window, image[i], result[o]) for window, i, o in positions)
+        pairs = math.prod(window_pairs(window, image[i], result[o]) for window, i, o in positions)
         features = kernel[numbers.kernel_input_feature_dimension] * result[numbers.output_feature_dimension]
         return 2.0 * float(pairs * features * result[numbers.output_batch_dimension])
 
@@ -294,21 +296,19 @@ class HloProgram:
         """What it sends, to whom."""
         every = [own, *inside]
         sender = next((i for i in every if _plain(i.opcode) in _COLLECTIVES), own)
-        arrays = (*_arrays_of(sender.shape), *(a for n in sender.operand_ids for a in self._arrays(self._by_id.get(n))))
+        arrays = (*arrays_of(sender.shape), *(a for n in sender.operand_ids for a in self._arrays(self._by_id.get(n))))
         if sender.opcode.endswith("-start"):  # its result holds the operand, too
-            arrays = arrays[: max(len(_arrays_of(sender.shape)), 1)]
+            arrays = arrays[: max(len(arrays_of(sender.shape)), 1)]
         largest = max(map(array_bytes, arrays), default=0.0)
-        groups = _groups(sender)
+        groups = groups_of(sender)
         kind = _plain(sender.opcode) if _plain(sender.opcode) in _COLLECTIVES else collective_kind(own.opcode)
         size = len(groups[0]) if groups else None
         return Collective(kind, largest or None, size, groups)
 
 
-def _window_pairs(window: Message, size: int, results: int) -> int:
-    """Pairs of a result and a place of the window that meet an input, along one dimension."""
-    spread, gap = max(window.base_dilation, 1), max(window.window_dilation, 1)
-    at = np.arange(results)[:, None] * window.stride + np.arange(window.size)[None, :] * gap - window.padding_low
-    return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
+def _is_product(convolution: Message) -> bool:
+    """Whether a convolution is a product of matrices, as all are on TPUs: it has no window, or JAX says so."""
+    return not convolution.window.dimensions or convolution.metadata.op_name.endswith(("dot_general", "dot_general:"))
 
 
 def _target(instruction: Message) -> str:
@@ -342,77 +342,6 @@ def _label(own: Message, heavy: Message | None) -> str:
     if heavy is not None and heavy.opcode == "convolution":
         return "convolution fusion"
     return f"{own.fusion_kind.removeprefix('k').lower() or 'loop'} fusion"
-
-
-def _arrays_of(shape: Message) -> tuple[Array, ...]:
-    if shape.tuple_shapes:
-        return tuple(a for part in shape.tuple_shapes for a in _arrays_of(part))
-    if shape.element_type not in _TYPES:
-        return ()
-    return (Array(tuple(shape.dimensions), short_dtype(_TYPES[shape.element_type])),)
-
-
-def _elements(shape: Message) -> int:
-    return sum(math.prod(a.dims) for a in _arrays_of(shape))
-
-
-def _groups(instruction: Message) -> tuple[tuple[int, ...], ...]:
-    """Devices that take part together."""
-    listed = instruction.replica_groups or instruction.collective_device_list.replica_groups
-    if listed:
-        return tuple(tuple(g.replica_ids) for g in listed)
-    iota = instruction.iota_groups
-    if not iota.num_devices_per_group:
-        iota = instruction.collective_device_list.iota_replica_group_list
-    if iota.num_devices_per_group:
-        shape = list(iota.iota_reshape_dims)
-        numbers = np.arange(math.prod(shape)).reshape(shape)
-        if iota.iota_transpose_perm:
-            numbers = numbers.transpose(list(iota.iota_transpose_perm))
-        return tuple(tuple(int(n) for n in row) for row in numbers.reshape(-1, iota.num_devices_per_group))
-    if instruction.mesh_axes_groups.mesh.axes:
-        return _mesh_groups(instruction.mesh_axes_groups)
-    if instruction.source_target_pairs:
-        return (tuple(sorted({n for p in instruction.source_target_pairs for n in (p.source, p.target)})),)
-    return ()
-
-
-def _mesh_groups(message: Message) -> tuple[tuple[int, ...], ...]:
-    """Groups along (parts of) axes of a mesh: the axes are brought to the end, in the order in which they are named."""
-    sizes = [axis.size for axis in message.mesh.axes]
-    order = list(message.mesh.device_ids) or list(range(math.prod(sizes)))
-    extents: list[int] = []
-    places: dict[tuple[int, int], int] = {}
-    for number, size in enumerate(sizes):
-        parts = sorted(
-            {1, size}.union(*((r.sub_axis.pre_size, r.sub_axis.pre_size * r.sub_axis.size) for r in message.axes
-                              if r.mesh_axis_index == number and r.sub_axis.size))
-        )  # fmt: skip
-        for low, high in itertools.pairwise(parts):
-            places[number, low] = len(extents)
-            extents.append(high // low)
-    wanted = [
-        place for r in message.axes for (number, low), place in places.items()
-        if number == r.mesh_axis_index and (not r.sub_axis.size or low == r.sub_axis.pre_size)
-    ]  # fmt: skip
-    rest = [place for place in range(len(extents)) if place not in wanted]
-    size = math.prod(extents[place] for place in wanted)
-    array = np.array(order).reshape(extents or [1]).transpose([*rest, *wanted] or [0])
-    return tuple(tuple(int(n) for n in row) for row in array.reshape(-1, size))
-
-
-@lru_cache(maxsize=4096)
-def _gemm_dimensions(config: bytes) -> tuple[list[int], list[int], list[int]]:
-    """Batch and contracted dimensions of a product that a library does, from its configuration."""
-    try:
-        value = json.loads(config)
-    except ValueError:
-        return [], [], []
-    value = value.get("gemm_backend_config", value) if isinstance(value, Mapping) else {}
-    numbers = value.get("dot_dimension_numbers", {}) if isinstance(value, Mapping) else {}
-    names = ("lhs_batch_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions")
-    batches, left, right = ([int(n) for n in numbers.get(name, ())] for name in names)
-    return batches, left, right
 
 
 _RECOMPUTED = re.compile(r"rematted_computation|checkpoint/(?!.*transpose)|/remat")

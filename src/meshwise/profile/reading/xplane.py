@@ -15,6 +15,7 @@ import numpy as np
 
 from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
 from meshwise.profile.reading.hlo import HloProgram, phase_of
+from meshwise.profile.reading.hlo_parts import arrays_in, groups_in
 from meshwise.profile.reading.protos import BrokenProtoError, Message
 from meshwise.profile.reading.wire import parsed_plane, planes
 from meshwise.profile.trace import (
@@ -29,6 +30,7 @@ from meshwise.profile.trace import (
     StreamBuilder,
     Trace,
 )
+from meshwise.profile.work import array_bytes
 
 _DEVICE = re.compile(r"/device:(?P<kind>TPU|GPU|[A-Z]+):(?P<number>\d+)(?P<part> SparseCore \d+)?$")
 _NANOSECOND = 1000
@@ -375,19 +377,23 @@ def _from_words(name: str, stats: dict[str, object], text: str) -> OpKind:
     plain = re.sub(r"[.\d]+$", "", name)
     words = f"{label} {plain}"
     scope = str(stats.get("tf_op") or stats.get("name") or "").rstrip(":")
+    base = OpKind(name, Activity.COMPUTE, "other", scope, phase=phase_of(scope), label=label,
+                  program=str(stats.get("hlo_module", "")))  # fmt: skip
+    results, operands = arrays_in(text)
     if re.search(r"all-|reduce-scatter|collective|ragged-all|\bsend|\brecv", words):
         kind = collective_kind(plain if "fusion" not in plain else label)
-        return OpKind(name, Activity.COLLECTIVE, "collective", scope=scope, phase=phase_of(scope), label=label,
-                      collective=Collective(kind), program=str(stats.get("hlo_module", "")))  # fmt: skip
+        groups = groups_in(text)
+        largest = max(map(array_bytes, (*results, *operands)), default=0.0)
+        sent = Collective(kind, largest or None, len(groups[0]) if groups else None, groups)
+        return replace(base, activity=Activity.COLLECTIVE, category="collective", collective=sent)
     if re.search(r"copy-(start|done)|infeed|outfeed|async-start|async-done", words):
-        return OpKind(name, Activity.COPY, "copy", scope=scope, label=label)
+        return replace(base, activity=Activity.COPY, category="copy")
     if re.match(r"(while|conditional|call)\b", plain):
-        return OpKind(name, Activity.CONTROL, "control", scope=scope, label=label)
+        return replace(base, activity=Activity.CONTROL, category="control")
     if "convolution" in label or " dot(" in text or plain.startswith("dot"):
         category = "matmul"
     elif label in ("data formatting", "copy") or plain in ("copy", "transpose", "bitcast"):
         category = "layout"
     else:
         category = kernel_category(f"{scope} {plain}") if scope else kernel_category(plain)
-    return OpKind(name, Activity.COMPUTE, category, scope=scope, phase=phase_of(scope), label=label,
-                  program=str(stats.get("hlo_module", "")))  # fmt: skip
+    return replace(base, category=category, results=results, operands=operands)

@@ -1,0 +1,124 @@
+"""Traces of TPUs, written here as XLA's profiler writes them: nested loops, asynchronous pairs, steps, categories."""
+
+import pytest
+
+from meshwise.profile import profile_traces, read_trace, read_traces
+from meshwise.profile.causes import find_causes
+from meshwise.profile.reading.protos import _classes
+from meshwise.profile.trace import Activity
+
+US = 1_000_000  # picoseconds
+#: Name -> (HLO text, category, FLOPs, bytes, op_name).
+OPS = {
+    "while.1": ("%while.1 = (s32[]) while((s32[]) %t), body=%b", "while", 9e9, 9e6, "jit(step)/while"),
+    "fusion.1": (
+        "%fusion.1 = bf16[1024,4096]{1,0:T(8,128)} fusion(bf16[1024,512]{1,0} %x, bf16[512,4096]{1,0} %w), kind=k",
+        "convolution fusion", 2 * 1024 * 512 * 4096, 14e6, "jit(step)/jvp(layer)/up/dot_general:",
+    ),
+    "fusion.2": (
+        "%fusion.2 = bf16[1024,512]{1,0} fusion(bf16[1024,4096]{1,0} %y), kind=kLoop", "loop fusion", 1e6, 8e6,
+        "jit(step)/transpose(jvp(layer))/act/mul:",
+    ),
+    "all-reduce.1": (
+        "%all-reduce.1 = f32[4194304]{0} all-reduce(f32[4194304]{0} %g), replica_groups={{0,2,4,6},{1,3,5,7}}, to=%a",
+        "all-reduce", 0, 3e7, "jit(step)/transpose(jvp(layer))/psum:",
+    ),
+    "copy-start.1": ("%copy-start.1 = (bf16[8]) copy-start(bf16[8] %c)", "copy-start", 0, 16, ""),
+    "copy-done.1": ("%copy-done.1 = bf16[8] copy-done((bf16[8]) %c)", "copy-done", 0, 16, ""),
+}  # fmt: skip
+STATS = ("hlo_category", "flops", "bytes_accessed", "tf_op", "device_type_string", "program_id")
+
+
+def stat(owner, name, value):
+    added = owner.stats.add(metadata_id=STATS.index(name) + 1)
+    setattr(
+        added,
+        "str_value" if isinstance(value, str) else "uint64_value",
+        value if isinstance(value, str) else int(value),
+    )
+
+
+def tpu(number, late=0, steps=3):
+    """A plane: each step has a loop of two products and an elementwise operation, an all-reduce, and a copy."""
+    plane = _classes()["XPlane"](name=f"/device:TPU:{number}")
+    for key, name in enumerate(STATS, 1):
+        plane.stat_metadata.add(key=key).value.name = name
+    stat(plane, "device_type_string", "TPU v6 Lite")
+    keys = {}
+    for key, (name, (text, category, flops, moved, scope)) in enumerate(OPS.items(), 1):
+        value = plane.event_metadata.add(key=key).value
+        value.name, value.display_name, keys[name] = text, name, key
+        for label, found in (("hlo_category", category), ("flops", flops), ("bytes_accessed", moved), ("tf_op", scope)):
+            stat(value, label, found)
+    lines = {
+        name: plane.lines.add(name=name) for name in ("Steps", "XLA Modules", "XLA Ops", "Async XLA Ops", "TC Overlay")
+    }
+    for name, key in (("0", 100), ("jit_step(77)", 101)):
+        plane.event_metadata.add(key=key).value.name = name
+
+    def event(line, key, start, length):
+        lines[line].events.add(metadata_id=key, offset_ps=round(start * US), duration_ps=round(length * US))
+
+    for step in range(steps):
+        at = 1000 * step
+        event("Steps", 100, at, 900)
+        event("XLA Modules", 101, at, 900)
+        event("XLA Ops", keys["while.1"], at, 500)
+        for turn in range(2):
+            event("XLA Ops", keys["fusion.1"], at + 250 * turn, 200)
+            event("XLA Ops", keys["fusion.2"], at + 250 * turn + 200, 45)
+        event("XLA Ops", keys["copy-start.1"], at + 500, 1)
+        event("XLA Ops", keys["all-reduce.1"], at + 501 + late, 300 - late)
+        event("XLA Ops", keys["copy-done.1"], at + 801, 99)
+        event("Async XLA Ops", keys["copy-start.1"], at + 500, 400)
+        event("TC Overlay", keys["fusion.1"], at, 900)
+    return plane
+
+
+@pytest.fixture
+def trace(tmp_path):
+    space = _classes()["XSpace"](planes=[tpu(0), tpu(1, late=60)])
+    path = tmp_path / "tpu.xplane.pb"
+    path.write_bytes(space.SerializeToString())
+    return path
+
+
+def test_operations_are_read_without_their_hlo(trace):
+    found = read_trace(trace)
+    assert [(d.name, d.chip) for d in found.devices] == [("TPU:0", "TPU v6 Lite"), ("TPU:1", "TPU v6 Lite")]
+    ops = {op.name: op for op in found.ops}
+    up = ops["fusion.1"]
+    assert (up.category, up.label, up.phase, up.source) == ("matmul", "convolution fusion", "forward", "trace")
+    assert (up.flops, [a.dims for a in up.operands]) == (2 * 1024 * 512 * 4096, [(1024, 512), (512, 4096)])
+    assert (ops["fusion.2"].phase, ops["while.1"].activity, ops["copy-done.1"].activity) == (
+        "backward", Activity.CONTROL, Activity.COPY,
+    )  # fmt: skip
+    sent = ops["all-reduce.1"].collective
+    assert (sent.kind, sent.num_bytes, sent.group_size) == ("all-reduce", 4 * 4194304, 4)
+    assert sent.group_of(3) == (1, 3, 5, 7)
+    assert any("HLO" in line for line in found.missing)
+
+
+def test_loops_steps_and_pairs_are_divided(trace):
+    profile = profile_traces(read_traces([str(trace)]))
+    assert profile.chip.name == "v6e"
+    assert profile.steps_found == "by 3 markers on the device"
+    first = profile.devices[0]
+    parts = {name: first.partition.parts[name].tolist() for name in first.partition.parts}
+    assert parts["compute"] == [500 * US] * 3  # the loop counts where nothing in it runs
+    assert parts["exposed_collective"] == [300 * US] * 3  # in groups of their own: no partner among these two devices
+    assert parts["exposed_copy"] == [100 * US] * 3
+    assert parts["idle"] == [100 * US, 100 * US, 0]
+    times = {t.kind.name: t for t in profile.ops}
+    assert times["while.1"].seconds == pytest.approx(10e-6)
+    assert times["fusion.1"].runs == 2
+    assert times["fusion.1"].flops_per_s == pytest.approx(2 * 1024 * 512 * 4096 / 200e-6)
+
+
+def test_a_group_that_does_not_lie_on_neighbours_is_named(trace):
+    """16 MiB over four v6e: 2 x 3/4 x 16 MiB at 180 GB/s are 140 us on a ring of neighbours; it takes 300 and 240."""
+    profile = profile_traces(read_traces([str(trace)]))
+    strided = next(c for c in find_causes(profile) if c.name == "strided-group")
+    mean = (300 + 240) / 2
+    assert 1e6 * strided.seconds == pytest.approx(mean - 139.8, rel=0.01)
+    assert "0,2,4,6" in strided.evidence
