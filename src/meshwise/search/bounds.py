@@ -42,6 +42,12 @@ from meshwise.search.space import IdealWires
 #: Candidates evaluated at a time: arrays stay in the cache.
 CHUNK = 8192
 
+#: Sizes under compute variants that are worked out at a time, of about 400 bytes each.
+_ROWS = 1 << 18
+
+#: Sizes of one device's work that are worked out at a time.
+_SIZES = 2 * CHUNK
+
 #: Keys bounded at a time: a bound is less arithmetic than a price, so what each go costs weighs more.
 _KEYS = 4 * CHUNK
 
@@ -154,12 +160,13 @@ class Bounds:
         """
         found = {}
         for own, keys in self._keys.items():
-            choices, sizes = replace(own, remat="none"), np.unique(self.size[keys])
-            lowered = self.problem.lowered.training(choices)
-            blocks = zip(lowered, self.network.blocks(choices, sizes), strict=True) if len(sizes) else ()
-            least: Num = sum(b.placed.block.repeat * p.seconds for b, at in blocks for p in at.passes.values())
-            found[own] = np.full(self.num_sizes, math.inf)
-            found[own][sizes] = (1 - 1e-9) * least  # added up in another order
+            choices, every = replace(own, remat="none"), np.unique(self.size[keys])
+            lowered, found[own] = self.problem.lowered.training(choices), np.full(self.num_sizes, math.inf)
+            for begin in range(0, len(every), _SIZES):
+                sizes = every[begin : begin + _SIZES]
+                blocks = zip(lowered, self.network.blocks_once(choices, sizes), strict=True)
+                least: Num = sum(b.placed.block.repeat * p.seconds for b, at in blocks for p in at.passes.values())
+                found[own][sizes] = (1 - 1e-9) * least  # added up in another order
         return found
 
     def groups(self, schedules: Sequence[int], below: Callable[[Array], Mask], most: int | None = None) -> Groups:
@@ -169,17 +176,33 @@ class Bounds:
         whose activations alone do not fit are left out; so are, for a first look, all but about the best `most` of each
         compute variant.
         """
-        # No schedule is faster than all devices computing all the time.
-        variants, chosen = [np.zeros(0, int)], [np.zeros(0, int)]
+        found, chosen, rows = list[Groups](), list[tuple[int, Index]](), 0
         for v, keys in enumerate(self.keys):
+            # No schedule is faster than all devices computing all the time.
             least = self._busy[_all_remats(self.network.variants[v])][self.size[keys]] * self.per_token[keys]
             possible = below(least)
             if most is not None and most < len(least):
                 possible &= least <= np.partition(least, most)[most]
-            chosen.append(keys[possible])
-            variants.append(np.full(len(chosen[-1]), v))
-        variant, key = np.concatenate(variants), np.concatenate(chosen)
+            chosen.append((v, keys[possible]))
+            rows += int(np.count_nonzero(np.bincount(self.size[chosen[-1][1]])))
+            if rows > _ROWS or v == len(self.keys) - 1:
+                found += self._groups_among(chosen, schedules, below)
+                chosen, rows = [], 0
+        return Groups.sorted_by("bound", found)
+
+    def _groups_among(
+        self, chosen: Sequence[tuple[int, Index]], schedules: Sequence[int], below: Callable[[Array], Mask]
+    ) -> list[Groups]:
+        """Groups among some keys of some compute variants; what their bounds are made of is kept for these alone."""
+        variant, key = (
+            np.concatenate([np.full(len(keys), v) for v, keys in chosen]),
+            np.concatenate([k for _, k in chosen]),
+        )
+        before = self._known.numbers()
         # What is computed again counts, too.
+        for begin in range(0, self.num_sizes, _SIZES):
+            some = np.flatnonzero((self.size[key] >= begin) & (self.size[key] < begin + _SIZES))
+            self.rows_of(variant[some], self.size[key[some]])
         at = self.rows_of(variant, self.size[key])
         sums = self.activations.values() if len(at) else ()
         busy: Num = sum(own.terms[name] for own in sums for name in COMPUTE_TERMS)
@@ -189,7 +212,9 @@ class Bounds:
         for begin in range(0, len(key), _KEYS):
             part = slice(begin, begin + _KEYS)
             found += self._groups_of(variant[part], key[part], schedules, below)
-        return Groups.sorted_by("bound", found)
+        if len(self._known) > _ROWS:
+            self._known.keep(np.concatenate([before, *(g.variant * self.num_sizes + self.size[g.key] for g in found)]))
+        return found
 
     def _groups_of(
         self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array], Mask]

@@ -31,6 +31,9 @@ T = TypeVar("T")
 #: Rows that are worked out at once where there are no more.
 _FEW = 512
 
+#: Rows of what one device does on its own that are kept, of about 700 bytes.
+_MOST_ROWS = 100_000
+
 #: Parameters of glibc's `mallopt`, and what they are set to, in bytes: what may lie free at the end of the heap, and
 #: from what size on an array is mapped on its own (glibc allows no more).
 _TRIM_THRESHOLD, _FREE = -1, 1 << 30
@@ -111,6 +114,10 @@ class SearchedNetwork:
         """What one device does, for some of the table's sizes."""
         return self.local(choices, self.sizes[sizes])
 
+    def blocks_once(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
+        """The same, which is not kept."""
+        return self.local.evaluate(choices, self.sizes[sizes])
+
 
 class LocalTables:
     """What one device does on its own under each of the layout choices, for the distinct sizes that were asked for.
@@ -140,8 +147,10 @@ class LocalTables:
 
     def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """Blocks with one row for each number of sizes."""
+        if sum(map(len, self._tables.values())) > _MOST_ROWS:
+            self._tables.clear()
         if choices not in self._tables:
-            self._tables[choices] = RowTable(partial(self._evaluate, choices), lambda: len(self._numbers))
+            self._tables[choices] = RowTable(partial(self.evaluate, choices), lambda: len(self._numbers))
         return self._tables[choices](numbers)
 
     def memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
@@ -162,7 +171,8 @@ class LocalTables:
 
         return self._prices((choices.expert_tensor_parallel, numbers.tobytes()), made)
 
-    def _evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
+    def evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
+        """What is no table's, yet: blocks with one row for each number of sizes."""
         own = self._own.get(choices, choices)
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
         return evaluate_local(self.problem, choices, self._priced(choices, numbers), known)
@@ -201,7 +211,21 @@ class RowTable(Generic[T]):
         self.make, self.every = make, every
         self.values: T  # of all rows so far
         self._length = 0
-        self._row = np.zeros(0, int)  # of each number, -1 for none
+        self._row = np.zeros(0, np.int32)  # of each number, -1 for none
+
+    def __len__(self) -> int:
+        return self._length
+
+    def numbers(self) -> Index:
+        """Those whose rows were worked out."""
+        return np.flatnonzero(self._row >= 0)
+
+    def keep(self, numbers: Index) -> None:
+        """Forget all rows but those of some numbers that were worked out."""
+        numbers = np.unique(numbers)
+        self.values = take(self.values, self._row[numbers])
+        self._length, self._row = len(numbers), np.full(len(self._row), -1, np.int32)
+        self._row[numbers] = np.arange(len(numbers))
 
     def knows(self, numbers: Index) -> bool:
         """Whether all of these were worked out."""
@@ -220,7 +244,7 @@ class RowTable(Generic[T]):
             self.values = joined([self.values, made], [self._length, len(missing)]) if self._length else made
             self._row[missing] = self._length + np.arange(len(missing))
             self._length += len(missing)
-        return self._row[numbers]
+        return self._row[numbers].astype(int)
 
     def __call__(self, numbers: Index) -> T:
         """The values with one row for each of the numbers."""

@@ -35,6 +35,9 @@ from meshwise.search.space import IdealWires, WireTable, placements
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.placed import Purpose
 
+#: Candidates are bounded so many at a time, with all their mappings.
+_ROWS = 1 << 17
+
 #: Axes that move activations.
 _OF_ACTIVATIONS = [MESH_AXES.index(a) for a in ("tensor", "ulysses", "context", "expert")]
 
@@ -45,8 +48,6 @@ class IdealMapping:
     Args:
         ideal: links of all meshes.
     """
-
-    at_a_time = 1 << 17  # candidates that are bounded
 
     def __init__(self, ideal: IdealWires) -> None:
         self.ideal = ideal
@@ -72,8 +73,6 @@ class Placements:
         table: meshes and cuts of the batch.
         routing: of a mixture.
     """
-
-    at_a_time = 1 << 15  # candidates that are bounded, on all placements of each
 
     def __init__(self, fabric: Fabric, table: CandidateTable, routing: Routing | None) -> None:
         self.fabric, self.table, self.routing = fabric, table, routing
@@ -119,15 +118,24 @@ class PlacementBounds:
         """The candidates, with tighter lower bounds."""
         out = batch.take(slice(None))
         out.bound = batch.bound.copy()
+        if not len(batch):
+            return out
         order = np.argsort(batch.schedule, kind="stable")
-        for begin in range(0, len(order), self.mappings.at_a_time):
-            part = order[begin : begin + self.mappings.at_a_time]
-            out.bound[part] = np.maximum(batch.bound[part], self._bound(batch.take(part)))
+        first, number = self.mappings.of(self.network.table.mesh_id[batch.at[order]])
+        go = (np.cumsum(number) - 1) // _ROWS
+        for at in np.split(np.arange(len(order)), np.flatnonzero(np.diff(go)) + 1):
+            part = order[at]
+            seconds = self._bound(batch.take(part), first[at], number[at])
+            out.bound[part] = np.maximum(batch.bound[part], seconds)
         return out
 
-    def _bound(self, batch: CandidateBatch) -> Array:
-        """Seconds per token of candidates, each on its best mapping; those of one schedule follow one another."""
-        first, number = self.mappings.of(self.network.table.mesh_id[batch.at])
+    def _bound(self, batch: CandidateBatch, first: Index, number: Index) -> Array:
+        """Seconds per token of candidates, each on its best mapping; those of one schedule follow one another.
+
+        Args:
+            batch: candidates.
+            first, number: of their mappings.
+        """
         row, offset = expanded(number)
         mapping, key = first[row] + offset, self.bounds.key_of[batch.at[row]]
         sums, index = self._activations(self.network.variant_of[batch.choices[row]], self.bounds.size[key], mapping)

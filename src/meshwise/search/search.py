@@ -1,6 +1,6 @@
-"""The exact search for the best training layouts.
+"""The exact search for the best training layouts: branch and bound over one evaluator.
 
-Branch and bound over one evaluator. First every mesh and cut of the batch is bounded from below by its passes alone,
+First every mesh and cut of the batch is bounded from below by its passes alone,
 as if weights and gradients moved in no time; then, under all layout choices, with these. Best bound first, they are
 priced on links that no placement beats; what does not fit is dropped; then real placements are priced, until no
 bound is left that could still enter the answer. Not here: what candidates cost (`pricing`), or the
@@ -9,6 +9,7 @@ space (`space`).
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -35,6 +36,9 @@ _LOOKED_AT, _GROUPS, _LEADERS = 4096, 1024, 32
 #: Candidates that are priced in the first go, so that the cut falls before the next, which are so many times as large:
 #: a go takes time for each of the layout choices that its candidates have, however few.
 _GO, _GROWTH = 64, 8
+
+#: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
+_LARGE = 1 << 17
 
 
 class OutOfTime(KeyboardInterrupt):
@@ -125,8 +129,8 @@ class NetworkSearch:
     def below_cut(self, seconds_per_token: Array) -> Mask:
         """Which bounds still allow a place in the ranking (a tie may win it by its memory)."""
         self.state.tick()
-        within = seconds_per_token <= self.most_seconds
-        return np.asarray((self.state.score(seconds_per_token, self.chips) <= self.state.ranking.cut) & within)
+        scores = self.state.score(seconds_per_token, self.chips)
+        return np.asarray((scores <= self.state.ranking.cut) & (seconds_per_token <= self.most_seconds))
 
     def matters(self, seconds_per_token: Array) -> Mask:
         """Which bounds still allow a place in the ranking, or on the front."""
@@ -435,12 +439,10 @@ def _search_fabric(state: SearchState, local: LocalTables, space: SearchSpace, f
     """Search one network."""
     if not local.variants:  # no tool takes any
         return
-    table = candidate_table(
-        local.problem.job,
-        meshes(math.prod(fabric.sizes), space.limits),
-        micro_batch=space.micro_batch,
-        num_microbatches=space.num_microbatches,
-    )
+    cut = {"micro_batch": space.micro_batch, "num_microbatches": space.num_microbatches}
+    table = candidate_table(local.problem.job, meshes(math.prod(fabric.sizes), space.limits), **cut)
     if len(table):
         capacity = local.problem.cluster.chip.hbm_usable * space.memory_share
         NetworkSearch(state, SearchedNetwork(local, fabric, table, capacity), leanest=space.leanest).run()
+    if len(table) > _LARGE:
+        gc.collect()
