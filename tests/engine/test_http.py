@@ -61,7 +61,7 @@ class Running:
         self.service = Service(self.engine, vocabulary, settings, self.metrics)
         self.socket = bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
-        self.server = make_server(self.service, "127.0.0.1", drain=5, most=200)
+        self.server = make_server(self.service, "127.0.0.1", drain=5, most=1000)
         self.server.install_signal_handlers = lambda: None
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self.socket])))
 

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -38,6 +39,8 @@ from meshwise.engine.text import Piece
 
 #: Seconds in which a body must have come.
 _BODY_SECONDS = 30.0
+
+_LOG = logging.getLogger("meshwise.endpoint")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -91,6 +94,11 @@ class Endpoint:
                 return self._refusal(error)
             except MeshwiseError as error:
                 return self._refusal(HttpError(400, str(error)))
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:  # noqa: BLE001 -- the boundary: a request that fails harms no other
+                _LOG.error("%s %s: a bug: %r", request.method, request.url.path, error)
+                return self._refusal(HttpError(500, "the endpoint failed; this is a bug"))
 
         return guarded
 

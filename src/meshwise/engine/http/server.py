@@ -5,6 +5,7 @@ Not here: routes (`app`).
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -62,6 +63,8 @@ def make_server(service: Service, host: str, *, drain: float, most: int) -> Serv
         drain: seconds that running requests have to finish, when it ends.
         most: connections at once.
     """
+    for name in ("asyncio", "uvicorn.error"):  # of clients that are gone, and of nonsense on the line
+        logging.getLogger(name).setLevel(logging.ERROR)
     endpoint = Endpoint(service, LOOPBACK if host in LOOPBACK else None)
     config = uvicorn.Config(
         endpoint.app,
