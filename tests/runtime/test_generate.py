@@ -46,6 +46,18 @@ def test_greedy_tokens_are_the_largest_logits_of_the_whole_sequence():
     np.testing.assert_array_equal(new, np.asarray(whole)[:, 7:11].argmax(axis=-1))
 
 
+@pytest.mark.jax
+def test_the_cache_is_carried_and_not_copied():
+    """A step holds a layer of the cache beside it at most, and gives it back where it was."""
+    made = make(dense("D=32 F=64 L=8 N=4 K=2 H=8 V=64"), Layout(), length=4096)
+    token, start = jax.ShapeDtypeStruct((4, 1), np.int32), jax.ShapeDtypeStruct((), np.int32)
+    program = made.next_token.lower(made.abstract_weights, made.abstract_cache, token, start).compile()
+    cache = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(made.abstract_cache))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == cache
+    assert memory.temp_size_in_bytes < cache / 3
+
+
 def test_what_generation_cannot_do_is_refused():
     model = dense()
     with pytest.raises(LayoutError, match="context=2 splits positions"):

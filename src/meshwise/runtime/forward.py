@@ -131,7 +131,14 @@ class _Walk:
         if self.around.paged is not None:
             pools = [self.arrays[name] for name in _CACHED]
             out, total, *pools = attend_paged(
-                op, inputs, pools, masks, step=self.around.paged, placement=self.placement, splits=splits
+                op,
+                inputs,
+                pools,
+                masks,
+                step=self.around.paged,
+                layer=self.around.layer,
+                placement=self.placement,
+                splits=splits,
             )
             self.arrays.update(zip(_CACHED, pools, strict=True))
             return self._attended(op, out, total, splits)
@@ -139,8 +146,10 @@ class _Walk:
         if _CACHED[0] in self.arrays:
             start = self.around.positions[0]
             for place, name in enumerate(_CACHED, 1):
-                held = jax.lax.dynamic_update_slice_in_dim(self.arrays[name], inputs[place], start, axis=1)
-                inputs[place] = self.arrays[name] = held
+                at = (self.around.layer, 0, start, *[0] * (inputs[place].ndim - 2))
+                held = jax.lax.dynamic_update_slice(self.arrays[name], inputs[place][None], at)
+                self.arrays[name] = held
+                inputs[place] = jax.lax.dynamic_index_in_dim(held, self.around.layer, keepdims=False)
         out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start)
         return self._attended(op, out, total, splits)
 
@@ -194,7 +203,7 @@ def run_block(
         around: what operations read besides.
 
     Returns: the block's outputs by name, where they live; and the cache, where it enters: "cache.k" and "cache.v",
-    [B, positions, heads, width], or pools of pages, to which keys and values of the new positions are added.
+    [layers, B, positions, heads, width], or pools of pages, to which keys and values of the new positions are added.
     """
     read = {t.name: t for op in block.ops for t in op.inputs if t.name in weights or t.name in arrays}
     strategy = placement.strategy

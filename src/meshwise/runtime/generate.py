@@ -24,13 +24,11 @@ from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
-from meshwise.runtime.layers import Layer, Stack, run_segment
+from meshwise.runtime.layers import Stack, carry_caches
 from meshwise.runtime.loop import in_words
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import (
     Parameter,
-    Run,
-    Segment,
     Tree,
     describe_parameters,
     dtype_of,
@@ -82,14 +80,14 @@ class Generator:
         for segment in self.stack.segments:
             for run in segment.runs:
                 attention = next(op for op in self.stack.block(run.block).ops if isinstance(op, Attention))
-                stack, cache[run.key] = segment.stack(run), {}
+                layers, cache[run.key] = segment.times * run.count, {}
                 for name, t in zip(("k", "v"), attention.inputs[1:], strict=True):
                     heads = (int(sizes[a]) for a in t.axes[2:])
                     sharding = Sharding.of(t.axes, placement.strategy.attention_splits(t.axes))
                     cache[run.key][name] = jax.ShapeDtypeStruct(
-                        (*stack, self.sequences, self.length, *heads),
+                        (layers, self.sequences, self.length, *heads),
                         self.dtype,
-                        sharding=placement.named(sharding, len(stack)),
+                        sharding=placement.named(sharding, 1),
                     )
         return cache
 
@@ -180,23 +178,10 @@ class Generator:
         positions = start + jnp.arange(tokens.shape[1])
         x, kept = self.stack.embed(weights, tokens, positions), Cache()
         for segment in self.stack.segments:
-            x, more = self._segment(segment, weights, cache, x, positions)
+            own = {run.key: cache[run.key] for run in segment.runs}
+            x, more = carry_caches(self.stack, segment, weights, (x, own), positions)
             kept |= more
         return x, positions, kept
-
-    def _segment(
-        self, segment: Segment, weights: Tree, cache: Cache, x: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        def layer(run: Run) -> Layer:
-            def one(x: jax.Array, own: Any) -> tuple[jax.Array, Any]:
-                weights, cache = own
-                inputs = {"x": x, "cache.k": cache["k"], "cache.v": cache["v"]}
-                made = self.stack.run(self.stack.block(run.block), inputs, weights, positions)
-                return made["x_out"], {"k": made["cache.k"], "v": made["cache.v"]}
-
-            return one
-
-        return run_segment(segment, x, {r.key: (weights[r.key], cache[r.key]) for r in segment.runs}, layer)
 
 
 def generator(

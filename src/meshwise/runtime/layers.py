@@ -197,3 +197,39 @@ def run_segment(
 def _repeat(body: Layer, x: jax.Array, own: Any, times: int) -> tuple[jax.Array, Any]:
     """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
     return body(x, own) if times == 1 else jax.lax.scan(body, x, own)
+
+
+def carry_caches(
+    stack: Stack, segment: Segment, weights: Tree, carried: tuple[jax.Array, Mapping[str, Any]], positions: jax.Array
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Run a segment's layers beside their caches, which go along with the stream instead of being looped over.
+
+    A loop over them would hold all caches twice, and copy them for every token.
+
+    Args:
+        stack: the model.
+        segment: order of the layers.
+        weights: by run and name, as stored.
+        carried: residual stream, and the caches of each run: "k" and "v", all its layers'.
+        positions: of the tokens.
+
+    Returns: the residual stream and the caches after the layers.
+    """
+
+    def layer(run: Run) -> Layer:
+        def one(carry: Any, own: Any) -> tuple[Any, None]:
+            (x, caches), (weights, number) = carry, own
+            here = replace(stack, around=replace(stack.around, layer=number))
+            inputs = {"x": x, "cache.k": caches[run.key]["k"], "cache.v": caches[run.key]["v"]}
+            made = here.run(here.block(run.block), inputs, weights, positions)
+            return (made["x_out"], {**caches, run.key: {"k": made["cache.k"], "v": made["cache.v"]}}), None
+
+        return one
+
+    def numbers(run: Run) -> jax.Array:
+        return jnp.arange(segment.times * run.count, dtype=jnp.int32).reshape(segment.stack(run))
+
+    own = {run.key: (weights[run.key], numbers(run)) for run in segment.runs}
+    start: Any = (carried[0], dict(carried[1]))
+    (x, caches), _ = run_segment(segment, start, own, layer)
+    return x, caches

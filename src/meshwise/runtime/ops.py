@@ -41,6 +41,7 @@ class Surroundings:
         latent_rope: width of the part that latent attention rotates, or None.
         recomputed: names of the operations that the backward pass runs again.
         paged: where the tokens' sequences have their cache, if it is paged.
+        layer: number of the layer that runs among those of its cache, if it has one.
     """
 
     numerics: Numerics
@@ -54,6 +55,7 @@ class Surroundings:
     latent_rope: int | None = None
     recomputed: frozenset[str] = frozenset()
     paged: PagedStep | None = None
+    layer: Any = 0
 
     @property
     def rotary(self) -> Rotary:

@@ -53,14 +53,12 @@ class PagedStep:
         pages: where each token is written: int32 [tokens]; below 0 where a token is none, but filling.
         rows: the tokens in groups, in order.
         layer_pages: pages of one layer in the pool.
-        layer: number of the layer that runs, among those of the pool.
     """
 
     positions: jax.Array
     pages: jax.Array
     rows: tuple[Rows, ...]
     layer_pages: int
-    layer: jax.Array | int = 0
 
 
 def attend_paged(
@@ -70,6 +68,7 @@ def attend_paged(
     masks: Masks,
     *,
     step: PagedStep,
+    layer: jax.Array | int,
     placement: Placement,
     splits: Mapping[str, tuple[str, ...]],
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -81,6 +80,7 @@ def attend_paged(
         pools: of keys and of values [layers x pages, page, heads, width], heads split as those of k.
         masks: what is seen, by position.
         step: where everything is.
+        layer: number of the layer that runs, among those of the pool.
         placement: of the layout.
         splits: of the operation's iteration space; only heads may be split.
 
@@ -88,21 +88,21 @@ def attend_paged(
     """
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        q, k, v, keys, values, positions, pages, layer, *tables = arrays
-        keys, values = (_write(pool, new[0], positions, pages, layer) for pool, new in ((keys, k), (values, v)))
+        q, k, v, keys, values, positions, pages, first, *tables = arrays
+        keys, values = (_write(pool, new[0], positions, pages, first) for pool, new in ((keys, k), (values, v)))
         parts, at = [], 0
         for rows, table in zip(step.rows, tables, strict=True):
             own = slice(at, at + rows.tokens)
             shape = (table.shape[0], rows.queries)
             grouped = q[0, own].reshape(*shape, *q.shape[2:])
             there = (positions[own].reshape(shape), pages[own].reshape(shape) >= 0)
-            parts.append(_attend_rows(grouped, (keys, values), table + layer, masks, there))
+            parts.append(_attend_rows(grouped, (keys, values), table + first, masks, there))
             at += rows.tokens
         flat = [tuple(x.reshape(1, -1, *x.shape[2:]) for x in part) for part in parts]
         out, total = (jnp.concatenate(x, axis=1) for x in zip(*flat, strict=True))
         return out, total, keys, values
 
-    first = jnp.asarray(step.layer, jnp.int32) * step.layer_pages
+    first = jnp.asarray(layer, jnp.int32) * step.layer_pages
     tables = tuple(rows.tables for rows in step.rows)
     arrays = (*inputs, *pools, step.positions, step.pages, first, *tables)
     if placement.mesh.size == 1:

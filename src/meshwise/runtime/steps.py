@@ -23,13 +23,11 @@ from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
-from meshwise.runtime.layers import Layer, Stack, run_segment
+from meshwise.runtime.layers import Stack, carry_caches
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.paged import PagedStep, Rows
 from meshwise.runtime.params import (
     Parameter,
-    Run,
-    Segment,
     Tree,
     describe_parameters,
     dtype_of,
@@ -181,38 +179,16 @@ class PagedModel:
         rows = (Rows(1, arrays.decode_tables), Rows(ROW, arrays.prefill_tables))
         some = tuple(r for r in rows if r.tokens)
         paged = PagedStep(arrays.positions, arrays.pages, some, self.pages)
-        x = self.stack.embed(weights, arrays.tokens[None], arrays.positions)
+        stack = replace(self.stack, around=replace(self.stack.around, paged=paged))
+        x = stack.embed(weights, arrays.tokens[None], arrays.positions)
         made = Pool()
         for segment in self.stack.segments:
             own = {run.key: pool[run.key] for run in segment.runs}
-            x, own = self._segment(segment, weights, x, own, paged)
+            x, own = carry_caches(stack, segment, weights, (x, own), arrays.positions)
             made |= own
         wanted = jnp.take(x, arrays.last, axis=1)
         logits = self.stack.logits(weights, wanted, arrays.positions[arrays.last])
         return logits[0].astype(jnp.float32), made
-
-    def _segment(
-        self, segment: Segment, weights: Tree, x: jax.Array, pool: Pool, paged: PagedStep
-    ) -> tuple[jax.Array, Pool]:
-        """Run a segment's layers; the pool goes along with the stream, so that it is written where it is."""
-
-        def layer(run: Run) -> Layer:
-            def one(carry: Any, own: Any) -> tuple[Any, None]:
-                (x, pool), (weights, number) = carry, own
-                stack = replace(self.stack, around=replace(self.stack.around, paged=replace(paged, layer=number)))
-                inputs = {"x": x, "cache.k": pool[run.key]["k"], "cache.v": pool[run.key]["v"]}
-                made = stack.run(stack.block(run.block), inputs, weights, paged.positions)
-                return (made["x_out"], {**pool, run.key: {"k": made["cache.k"], "v": made["cache.v"]}}), None
-
-            return one
-
-        def numbers(run: Run) -> jax.Array:
-            return jnp.arange(segment.times * run.count, dtype=jnp.int32).reshape(segment.stack(run))
-
-        own = {run.key: (weights[run.key], numbers(run)) for run in segment.runs}
-        carried: Any = (x, pool)
-        (x, pool), _ = run_segment(segment, carried, own, layer)
-        return x, pool
 
 
 def paged_model(
