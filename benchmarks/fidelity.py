@@ -19,6 +19,7 @@ from meshwise.costs.fitted import SOFTWARE, fitted_calibration
 from meshwise.costs.spread import SPREADS
 from meshwise.hardware import load_chip
 from meshwise.scoring import TrainingPrediction, TrainingRun, TrainingScore, score_training, shipped_rows
+from meshwise.scoring.anchoring import anchor_each
 from meshwise.scoring.held_out import Forecasts, HeldOut, rests_on
 from meshwise.scoring.score import by, errors_of, macro, ranking_of
 
@@ -96,10 +97,17 @@ def _forecasts(held_out: HeldOut, forecasts: Forecasts) -> dict[str, str]:
         held = "-" if errors.coverage_80 is None else f"{errors.coverage_80:.0%}"
         shares = f"{100 * average:.1f} % | {100 * errors.mape:.1f} % | {100 * errors.bias:+.1f} % | {held}"
         lines.append(f"| {name} | {shares} | {ranking.pairwise:.1%} |")
+    anchored = anchor_each(rows)
+    assert anchored is not None
     worst = sorted(sources, key=lambda s: -sources[s].mape)[:3]
     return {
         "forecast": "\n".join(lines) + "\n",
         "forecast worst": "Worst are " + ", ".join(f"{s} ({sources[s].mape:.1%})" for s in worst) + ".\n",
+        "anchored": (
+            f"Forecasts of {anchored.groups} groups of at least four layouts of one machine and model are "
+            f"{100 * anchored.plain:.1f} % off, {100 * anchored.mape:.1f} %\n"
+            "with one other layout of the group as the anchor (each in turn).\n"
+        ),
         "forecast source": errors_table("source left out", sources),
         "forecast kind": errors_table("kind", by(rows, lambda p: p.kind)),
         "constants": _constants(held_out),

@@ -1,6 +1,7 @@
 """What is kept of an answer: its numbers and short words, flattened; no prose. Writes and compares the kept files.
 
-Test support. `python -m tests.answers.answers` writes all answers anew: read the difference before you keep it.
+Test support. `python -m tests.answers.answers [GROUP ...]` writes answers anew and prints what changed: read the
+difference before you keep it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import io
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +133,22 @@ def kept(group: str) -> dict[str, dict[str, Any]]:
     return dict(json.loads((DATA / f"{group}.json").read_text(encoding="utf-8")))
 
 
-def record() -> None:
-    """Write the answers of all groups, one line a command."""
+def record(groups: Sequence[str]) -> None:
+    """Write the answers of some groups, one line a command, and show what changed; what did not stays as it was."""
     DATA.mkdir(exist_ok=True)
-    for group, commands in GROUPS.items():
-        lines = [f"{json.dumps(words)}: {json.dumps(answer(words))}" for words in dict.fromkeys(commands())]
+    for group in groups or GROUPS:
+        was = kept(group) if (DATA / f"{group}.json").exists() else {}
+        lines, changed = [], 0
+        for words in dict.fromkeys(GROUPS[group]()):
+            now = answer(words)
+            found = list(differences(was[words], now)) if words in was else ["new"]
+            if found:
+                changed += 1
+                sys.stdout.write(f"{group}: {words}\n    " + "\n    ".join(found[:4]) + "\n")
+            lines.append(f"{json.dumps(words)}: {json.dumps(now if found else was[words])}")
         (DATA / f"{group}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        sys.stdout.write(f"{group}: {changed} of {len(lines)} answers changed\n")
 
 
 if __name__ == "__main__":
-    record()
+    record(sys.argv[1:])

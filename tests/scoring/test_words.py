@@ -110,3 +110,30 @@ def test_rows_that_are_not_primary_are_not_counted_though_they_cannot_be_read():
     score = score_training(read_rows(f"{header}\n{cells},yes\n{broken},no\n", "rows.csv", TrainingRun))
     assert (len(score.predictions), len(score.refusals), len(score.set_aside)) == (1, 0, 1)
     assert "cannot be read" in score.set_aside[0].reason
+
+
+def test_what_software_spares_where_a_run_would_not_fit():
+    """Gemma's logits of 8 sequences a chip; a 16-bit copy of the weights beside fp32 ones under XLA."""
+    cells = {"chip": "v5p", "model": "gemma-3-12b", "n_chips": 16, "seq_len": 8192, "recompute": "full"}
+    cells |= {"software": "MaxText", "measured_value": 60.0, "fsdp_or_zero_stage": "FSDP"}
+    found = predict_training(run(**cells, micro_batch=8, global_batch_seqs=128))
+    assert not found.false_oom
+    assert "chunks" in " ".join(found.scenario.assumed)
+    assert found.memory["logits_and_loss"] <= 2 * 2**30 < found.estimate.memory["logits_and_loss"]
+    small = predict_training(run(**cells, micro_batch=1, global_batch_seqs=16))
+    assert small.memory == small.estimate.memory, "nothing is spared where all fits"
+
+
+def test_replicas_that_cannot_hold_copies_share_the_weights():
+    cells = {"model": "llama-3-70b", "n_chips": 64, "global_batch_seqs": 64, "recompute": "full", "micro_batch": 1}
+    found = predict_training(run(**cells))
+    assert (found.layout.fsdp, found.layout.data) == (64, 1)
+    assert not found.false_oom
+
+
+def test_words_for_power_and_memory_change_the_chip():
+    plain = predict_training(run(recompute="none", micro_batch=1))
+    weak = predict_training(run(recompute="none", micro_batch=1, hardware="H100 SXM, 500 W"))
+    assert weak.scenario.problem.cluster.chip.power == 500
+    assert weak.expected > 1.2 * plain.expected
+    assert "500 W" in " ".join(weak.scenario.assumed)

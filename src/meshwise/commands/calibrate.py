@@ -8,7 +8,8 @@ from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
-from meshwise.costs.fitted import calibration_text, find_calibration, is_file_name
+from meshwise.costs.calibration_files import calibration_text, is_file_name
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.machine import check_new, write_new
 from meshwise.hardware import load_chip
 from meshwise.report.calibrate import calibrate_report

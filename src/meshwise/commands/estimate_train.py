@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.plan_files import read_plan, save_plan, write_file
-from meshwise.commands.requests import Flag, Request, attributes, validated
+from meshwise.commands.requests import File, Flag, Request, attributes, validated
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
@@ -31,6 +31,13 @@ from meshwise.report.plan import estimate_report, plan_report, plan_svg
 from meshwise.search import Plan, PlanResult, estimate_layout
 from meshwise.search.diagnosis import explain_measured, single_changes
 from meshwise.sharding.layout import LayoutRequest, parse_layout
+
+
+def at_anchor(problem: TrainingProblem, path: str) -> TrainingProblem:
+    """The problem with its calibration anchored at the measured steps of a file."""
+    from meshwise.scoring.anchoring import anchor_file  # noqa: PLC0415 -- only those who have measured need it
+
+    return replace(problem, calibration=anchor_file(problem, path).calibration)
 
 
 class TrainRequest(ModelOnCluster, TrainingJob):
@@ -50,6 +57,9 @@ class TrainRequest(ModelOnCluster, TrainingJob):
     calibration: str = "fitted"
     """Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), none, a family by name,
     or a file of meshwise calibrate."""
+    anchor: File | None = None
+    """Measured steps of this model on these chips, in any layout (CSV, docs/measurements.md): what they are off by
+    corrects all that is predicted."""
 
     def job(self) -> TrainingJob:
         """The training job alone."""
@@ -64,7 +74,8 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         cluster = self.must_find()
         model = load_model(self.model)
         check_length(model, self.seq_len)
-        return TrainingProblem(model, self.job(), cluster, find_calibration(self.calibration, cluster.chip))
+        problem = TrainingProblem(model, self.job(), cluster, find_calibration(self.calibration, cluster.chip))
+        return problem if self.anchor is None else at_anchor(problem, self.anchor)
 
 
 class EstimateTrainRequest(TrainRequest):

@@ -135,6 +135,14 @@ class Calibration:
             units are partly idle, take as long as the product.
         compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
             that memory holds neither such results nor a whole layer's weights; else it is as with eager software.
+        power_ratio: power of the chip over its dense FLOP/s in 16 bits, over that of the chip whose shares the family's
+            are: matmuls that last are limited by power.
+        score_flops: operations of the vector unit for a score of attention, forward and backward, where the matrix unit
+            may wait for them; (0, 0) where attention's measured rate holds them.
+        uneven_ring: whether the devices of a ring of attention hold positions in order, so that under causality the
+            last has most to do; else they are dealt out evenly.
+        grouped_efficiency: rate of products with experts over that of products with other weights.
+        permute_passes: times the bytes of moving tokens to the slots of their experts and back that one copy would.
         doubts: causes of uncertainty (`spread.SPREADS`) that its whole steps have besides the usual ones; None where
             they were not compared with measured steps, so that there is no interval.
         refined: constants that a file of own measurements gave, as files name them.
@@ -178,6 +186,11 @@ class Calibration:
     scattered_sends: bool = False
     adds_gradients: bool = False
     half_output: float = 0.0
+    power_ratio: float = 1.0
+    score_flops: tuple[float, float] = (0.0, 0.0)
+    uneven_ring: bool = False
+    grouped_efficiency: float = 1.0
+    permute_passes: float = 1.0
     doubts: tuple[str, ...] | None = None
     refined: tuple[str, ...] = ()
     weight_reads: tuple[tuple[DType, float], ...] = ()
@@ -204,7 +217,7 @@ class Calibration:
         return self.matmul(dtype) if self.attention_efficiency is None else self.attention_efficiency
 
     def __post_init__(self) -> None:
-        for field in ("matmul_efficiency", "hbm_efficiency"):
+        for field in ("matmul_efficiency", "hbm_efficiency", "grouped_efficiency"):
             assert 0 < getattr(self, field) <= 1, f"{self.name}: {field} is a share"
         # The search bounds a step by its FLOPs at the rate of large matmuls.
         assert (self.attention_efficiency or 0) <= self.matmul_efficiency, f"{self.name}: attention beats matmuls"
@@ -212,7 +225,8 @@ class Calibration:
         assert 0 <= self.exchange_cores < 1, f"{self.name}: exchange_cores is a share"
         # Bounds of the search leave these out, so they may only cost time.
         assert 0 < self.attention_backward <= 1, f"{self.name}: attention_backward is a share"
-        assert self.elementwise_passes >= 1, f"{self.name}: an elementwise operation moves its bytes once at least"
+        passes = min(self.elementwise_passes, self.permute_passes)
+        assert passes >= 1, f"{self.name}: an elementwise operation moves its bytes once at least"
         assert 0 <= self.interference < 1, f"{self.name}: interference is a share"
         least = (self.half_depth, self.half_attention, self.half_output, self.gap, self.mixture_launch)
         assert min(*least, self.cache_start, self.host_step, self.host_request) >= 0, f"{self.name}: nothing is below 0"
@@ -224,6 +238,35 @@ class Calibration:
         if self.chained_startup is not None:
             links = replace(links, startup=self.chained_startup)
         return replace(self, links=links, collective_matmul=False, late_gathers=False)
+
+    def slower(self, times: float) -> Calibration:
+        """The same where all that is expected takes `times` as long, as far as shares can: none is above 1.
+
+        >>> half = CALIBRATIONS["hopper"].slower(2)
+        >>> half.matmul_efficiency, half.matmul(DType.FP8), half.links.startup
+        (0.4, 0.31, 1.6e-05)
+        """
+
+        def share(value: float) -> float:
+            return min(value / times, 1.0)
+
+        links, matmul = self.links, share(self.matmul_efficiency)
+        return replace(
+            self,
+            matmul_efficiency=matmul,
+            narrow=tuple((d, share(value)) for d, value in self.narrow),
+            attention_efficiency=self.attention_efficiency and min(share(self.attention_efficiency), matmul),
+            hbm_efficiency=share(self.hbm_efficiency),
+            links=replace(
+                links,
+                efficiency=share(links.efficiency),
+                startup=links.startup * times,
+                bulk_startup=links.bulk_startup * times,
+                small_efficiency=links.small_efficiency and share(links.small_efficiency),
+            ),
+            gap=self.gap * times,
+            mixture_launch=self.mixture_launch * times,
+        )
 
     @property
     def link_efficiency(self) -> float:

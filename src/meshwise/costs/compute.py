@@ -13,7 +13,7 @@ from typing import Any
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
-from meshwise.costs.arithmetic import Num, maximum
+from meshwise.costs.arithmetic import Num, ceil, maximum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.local_ops import LoweredOp
@@ -258,9 +258,7 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
         busy = flops * rates.other_matmul_sheet
         if achieved.unfused_attention:
             return _unfused(op, flops, busy, extents, rates)
-        compute = flops * (rates.attention_backward if op.attention[0].gradient else rates.attention)
-        if achieved.half_attention:
-            compute = compute * (1 + achieved.half_attention / extents.sizes[op.attention[0].key_axis])
+        compute = flops * _attention_rate(*op.attention, extents, rates)
     elif op.kernel is not None:
         operations = _kernel_flops(*op.kernel, extents)
         if op.kernel[0].matmul:
@@ -271,7 +269,9 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
         compute = extents.weighted(op.vector) * rates.vector
     num_bytes = extents.weighted(op.num_bytes)
     memory = num_bytes * _byte(op, rates)
-    if op.in_passes and achieved.elementwise_passes != 1:
+    if op.permutes and achieved.permute_passes != 1:
+        memory = memory * achieved.permute_passes
+    elif op.in_passes and achieved.elementwise_passes != 1:
         memory = memory * achieved.elementwise_passes
     seconds = maximum(compute, memory)
     serial = compute + memory if bounded else _NONE
@@ -300,6 +300,26 @@ def _matmul_rate(
     seconds = (rates.matmul if op.narrow else rates.other_matmul) * _tile_waste(tiles, extents, rates.tile)
     if rates.calibration.half_depth or rates.calibration.half_output:
         seconds = seconds * filling(tiles, flops, extents, rates)
+    if op.grouped and rates.calibration.grouped_efficiency != 1:
+        seconds = seconds / rates.calibration.grouped_efficiency
+    return seconds
+
+
+def _attention_rate(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents, rates: ComputeRates) -> Num:
+    """Seconds of a FLOP of fused attention: short rows, scores on the vector unit and uneven rings included."""
+    achieved, sizes = rates.calibration, extents.sizes
+    seconds: Num = rates.attention_backward if op.gradient else rates.attention
+    if operations := achieved.score_flops[op.gradient]:
+        widths = [sizes[op.inputs[i].axes[-1]] for i in (0, 2)]
+        tile = rates.tile[1]  # heads narrower than the matrix unit leave a part of it idle
+        seconds = seconds * (sum(ceil(w / tile) * tile for w in widths) / sum(widths))
+        flops = 2 * sum(widths) * (2.5 if op.gradient else 1)
+        seconds = maximum(seconds, operations * rates.vector / flops)
+    if achieved.half_attention:
+        seconds = seconds * (1 + achieved.half_attention / sizes[op.key_axis])
+    if achieved.uneven_ring and op.causal and op.window is None and op.chunk is None:
+        ways = extents.devices(dict(splits).get(op.query_axis, ()))
+        seconds = seconds * (2 - 1 / ways)  # of n parts the last sees n - 1/2 of the keys' parts, an even share is n/2
     return seconds
 
 

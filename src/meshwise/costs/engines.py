@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
-from meshwise.costs.fitted import find_calibration, is_file_name
+from meshwise.costs.calibration_files import is_file_name
+from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import Chip
 
 #: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.

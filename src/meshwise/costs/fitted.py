@@ -1,21 +1,19 @@
-"""The fitted calibration: what chips sustain in whole steps, and what generations of software make of them; its files.
+"""The fitted calibration: what chips sustain in whole steps, and what generations of software make of them.
 
 A calibration is a chip family's constants with those of a software; both are shared by all models, layouts and sizes.
-`docs/accuracy.md` says how well they predict. Not here: single operations (`calibration`), fitting (`scoring`).
+`docs/accuracy.md` says how well they predict. Not here: single operations (`calibration`), files (`calibration_files`),
+fitting (`scoring`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
-from meshwise.core.files import parse_json, read_whole
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
+from meshwise.costs.calibration_files import is_file_name, read_calibration_file
 from meshwise.hardware import Chip, load_chip
 
 
@@ -34,6 +32,7 @@ class Software:
         source: where the numbers are from.
         gap: seconds between operations; None for `_GAP`.
         beside_exchanges, late_sends, scattered_sends, adds_gradients: as in `Calibration`.
+        uneven_ring: as in `Calibration`.
         rests_on: sources of measured steps by which its numbers, or that it is a software of its own, were decided.
     """
 
@@ -50,6 +49,7 @@ class Software:
     late_sends: int = 0
     scattered_sends: bool = False
     adds_gradients: bool = False
+    uneven_ring: bool = False
     rests_on: tuple[str, ...] = ()
 
 
@@ -61,43 +61,53 @@ SOFTWARE = {
     for s in (
         Software(
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
-            flash=2, elementwise_passes=1.23, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
             rests_on=("nemo2407", "mbridge"),
         ),
         Software(
             "megatron-graphs", "the same on Blackwell in NeMo containers from 26.06 on: the host is not waited for",
-            flash=2, elementwise_passes=1.16, late_exchange=False, collective_matmul=True, graphs=True,
+            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
             gap=1.9e-6, beside_exchanges=True,
             rests_on=("mbridge",),
         ),
         Software(
             "megatron-beside", "`megatron`, where tokens are exchanged beside another microbatch's compute",
-            flash=2, elementwise_passes=1.23, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
             beside_exchanges=True,
             rests_on=("mbridge",),
         ),
         Software(
             "megatron-2021", "Megatron-LM before FlashAttention",
-            flash=0, elementwise_passes=1.02, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.11, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
             late_sends=1, scattered_sends=True,
             rests_on=("sc21", "korthikanti", "vtrain"),
         ),
         Software(
             "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention, as BLOOM was trained: launches block",
-            flash=0, elementwise_passes=1.6, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.11, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
-            gap=75e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
+            gap=103e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
             rests_on=("bloomprequel",),
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
-            flash=1, elementwise_passes=1.74, late_exchange=False, collective_matmul=False, graphs=False,
-            source=f"{_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
-            rests_on=("llmfoundry",),
+            flash=1, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
+            source=f"bytes: {_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
+        ),
+        Software(
+            "pytorch", "PyTorch FSDP, DeepSpeed and the like, 2024 and later: eager, FlashAttention 2",
+            flash=2, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
+            source="eager-2023's operations, later kernels; until 2.6 its rings of attention hold positions in order",
+            uneven_ring=True,
+        ),
+        Software(
+            "pytorch-compiled", "the same under torch.compile: elementwise operations fused",
+            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=False, graphs=False,
+            source="pytorch's, with operations fused as in Transformer Engine", uneven_ring=True,
         ),
         Software(
             "xla", "JAX: elementwise operations fused by XLA, a step launched as one program",
@@ -113,8 +123,10 @@ class _Chips:
     """What a family of chips does in whole steps.
 
     Args:
-        sustained: share of the matmul rate of milliseconds that is kept for minutes, where power limits clocks.
-        narrow: as in `Calibration`, of whole steps.
+        usual: the chip whose shares these are; "" where chips do not differ by power.
+        matmul: of its dense FLOP/s in 16 bits, in matmuls for minutes: power limits clocks. Other chips of the family
+            keep as many FLOP/s for each watt, as far as matmuls of milliseconds allow.
+        narrow: the same of narrower formats.
         attention: share of the dense FLOP/s over long sequences, second generation of fused kernels.
         half_attention, half_depth, half_output, mixture_launch: as in `Calibration`.
         memory, links: share of the bandwidth of HBM, and of links for large messages.
@@ -122,7 +134,8 @@ class _Chips:
         source: where the numbers are from.
     """
 
-    sustained: float
+    usual: str
+    matmul: float
     narrow: tuple[tuple[DType, float], ...]
     attention: float | None
     half_attention: float
@@ -148,22 +161,43 @@ def _waves(units: int) -> float:
 
 #: By family; a chip of no family inherits Hopper's.
 _CHIPS = {
-    "ampere": _Chips(0.969, (), 0.57, 600.0, 200.0, _waves(108), 0.82, 0.81, 82e-6, (0.46, 0.58), _MICRO),
-    "hopper": _Chips(0.81, ((DType.FP8, 0.65),), 0.52, 1000.0, 200.0, _waves(132), 0.87, 0.74, 82e-6, (0.24, 0.65),
+    "ampere": _Chips("a100-sxm-80gb", 0.814, (), 0.57, 600.0, 200.0, _waves(108), 0.84, 0.785, 79e-6, (0.46, 0.58),
                      _MICRO),
-    "blackwell": _Chips(0.906, ((DType.FP8, 0.603), (DType.FP4, 0.413)), 0.52, 1900.0, 50.0, _waves(148), 0.91, 0.75,
-                        82e-6, (0.24, 0.65), _MICRO),
-    "cdna": _Chips(0.90, (), None, 1000.0, 200.0, _waves(304), 0.85, 0.74, 82e-6, (0.24, 0.65),
+    "hopper": _Chips("h100-sxm", 0.656, ((DType.FP8, 0.644),), 0.515, 1000.0, 200.0, _waves(132), 0.87, 0.736, 79e-6,
+                     (0.24, 0.65), _MICRO),
+    "blackwell": _Chips("b200-sxm", 0.474, ((DType.FP8, 0.549), (DType.FP4, 0.398)), 0.518, 1900.0, 50.0, _waves(148),
+                        0.91, 0.735, 79e-6, (0.24, 0.65), _MICRO),
+    "cdna": _Chips("", 0.46, (), None, 1000.0, 200.0, _waves(304), 0.85, 0.74, 79e-6, (0.24, 0.65),
                    f"inherited from Hopper and Ampere; {_MICRO}"),
-    "tpu": _Chips(0.875, (), None, 0.0, 0.0, 0.0, 0.85, 0.97, 0.0, (0.24, 0.65),
-                  "sustained, interference: fitted to whole steps of MaxText on v4, v5e and v5p (2023)"),
+    "tpu": _Chips("", 0.798, (), 0.647, 512.0, 0.0, 0.0, 0.85, 0.969, 0.0, (0.24, 0.65),
+                  "matmul, interference: fitted to whole steps of MaxText on v4, v5e and v5p (2023)"),
 }  # fmt: skip
 
-#: Families of which whole steps were measured.
-_MEASURED = ("ampere", "hopper", "blackwell", "tpu")
+#: Matmuls of milliseconds, of chips that differ from their family: best of a search of shapes (stas00/ml-engineering,
+#: 2025), and of 16384^3 (tpu-recipes, 2025).
+BEST_MATMULS = {"mi325x": 0.60, "mi355x": 0.62, "tpu7x": 0.83}
+
+#: Operations of the vector unit for a score of attention on TPUs, forward and backward: scale, mask, maximum,
+#: difference, exponential (four), sum and cast; backward also the product with the gradient and two differences.
+_SCORE_FLOPS = (10.0, 12.0)
+
+#: Of mixtures on TPUs: rate of ragged products over plain ones, and passes over tokens that are sorted by expert (the
+#: order is found, rows are gathered one by one, weighted and added up; megablox in MaxText).
+_GROUPED, _PERMUTES = 0.7, 4.0
+
+#: Families of which whole steps were measured, by their chips.
+_MEASURED = {
+    "ampere": ("a100-sxm-40gb", "a100-sxm-80gb"),
+    "hopper": ("h100-sxm",),
+    "blackwell": ("b200-sxm", "b300-sxm", "gb200-nvl72", "gb300-nvl72"),
+    "tpu": ("v4", "v5e", "v5p"),
+}
 
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
-_GAP, _INTERFERENCE = 8.2e-6, 0.253
+_GAP, _INTERFERENCE = 7.9e-6, 0.254
+
+#: Share of the dense FLOP/s of a narrow format that no matmul of milliseconds exceeds (stas00/ml-engineering, 2025).
+_MOST_NARROW = 0.76
 
 #: Backward over forward rate of attention in kernels of the second generation (Dao 2023, figures 4 to 7).
 _FLASH_2_BACKWARD = 0.8
@@ -175,7 +209,7 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     >>> from meshwise.hardware import load_chip
     >>> found = fitted_calibration(load_chip("h100-sxm"), "eager-2023")
     >>> found.name, found.elementwise_passes, round(found.matmul_efficiency, 2)
-    ('fitted+eager-2023', 1.74, 0.65)
+    ('fitted+eager-2023', 1.99, 0.66)
 
     Args:
         chip: of the cluster.
@@ -199,20 +233,25 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     name = software or usual
     if name not in SOFTWARE:
         raise UnknownNameError("software", name, SOFTWARE)
-    return replace(_with(family, SOFTWARE[name]), name="fitted" if name == usual else f"fitted+{name}")
+    return replace(_with(chip, family, SOFTWARE[name]), name="fitted" if name == usual else f"fitted+{name}")
 
 
-def _with(family: Calibration, software: Software) -> Calibration:
-    """The constants of a family and of a software together."""
+def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
+    """The constants of a chip, its family and a software together."""
     own = _CHIPS.get(family.name, _CHIPS["hopper"])
     forward, backward = own.flash_1 if software.flash == 1 else (own.attention, _FLASH_2_BACKWARD)
-    gap = 0.0 if family.name == "tpu" else _GAP  # a program of XLA runs on a TPU without the host between operations
-    matmul = software.collective_matmul if family.name != "tpu" else None
+    on_tpu = family.name == "tpu"
+    gap = 0.0 if on_tpu else _GAP  # a program of XLA runs on a TPU without the host between operations
+    overlapped = software.collective_matmul if chip.vendor == "nvidia" else None
+    ratio, best = _power_ratio(chip, own), BEST_MATMULS.get(chip.name, family.matmul_efficiency)
+    matmul = min(own.matmul * (best / family.matmul_efficiency) * ratio, best)
+    narrow = tuple((d, min(share * ratio, _MOST_NARROW)) for d, share in own.narrow)
     return replace(
         family,
-        matmul_efficiency=family.matmul_efficiency * own.sustained,
-        narrow=own.narrow or family.narrow,
-        attention_efficiency=forward,
+        matmul_efficiency=matmul,
+        narrow=narrow or family.narrow,
+        power_ratio=ratio,
+        attention_efficiency=None if forward is None else min(forward, matmul),
         attention_backward=backward,
         half_attention=own.half_attention if software.flash == 2 else 0.0,
         unfused_attention=software.flash == 0,
@@ -232,19 +271,52 @@ def _with(family: Calibration, software: Software) -> Calibration:
         adds_gradients=software.adds_gradients,
         repeats_whole=software.name != "xla",
         half_output=own.half_output,
-        collective_matmul=family.collective_matmul if matmul is None else matmul,
-        doubts=() if family.name in _MEASURED else ("family",),
+        score_flops=_SCORE_FLOPS if on_tpu else (0.0, 0.0),
+        grouped_efficiency=_GROUPED if on_tpu else 1.0,
+        permute_passes=_PERMUTES if on_tpu else 1.0,
+        uneven_ring=software.uneven_ring,
+        collective_matmul=family.collective_matmul if overlapped is None else overlapped,
+        doubts=_doubts(chip, family.name),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
+
+
+def _doubts(chip: Chip, family: str) -> tuple[str, ...]:
+    if family not in _MEASURED:
+        return ("family",)
+    return () if chip.name in _MEASURED[family] else ("chip",)
+
+
+def _power_ratio(chip: Chip, own: _Chips) -> float:
+    """Watts for a FLOP/s of the data sheet in 16 bits, over those of the chip that the family's shares are of."""
+    if not own.usual:
+        return 1.0
+    watts = [c.power / c.peak(_wide(c)) for c in (chip, load_chip(own.usual))]
+    return watts[0] / watts[1]
+
+
+def _wide(chip: Chip) -> DType:
+    """The format of 16 bits that a chip multiplies."""
+    return DType.BF16 if DType.BF16 in chip.flops_per_s else DType.FP16
 
 
 def find_calibration(name: str, chip: Chip) -> Calibration:
     """Read `--calibration`: operations, none, a family by name, fitted, fitted+SOFTWARE, or a file (.json).
 
+    Each but none may have `*FACTOR` after it, which measured steps of the machine gave (`--anchor`): all that is
+    expected takes so many times as long.
+
+    >>> from meshwise.hardware import load_chip
+    >>> find_calibration("fitted*1.25", load_chip("h100-sxm")).doubts
+    ('anchored',)
+
     Raises:
         UnknownNameError: with the names there are.
         MeshwiseError: a file that cannot be read, or is of another chip.
     """
+    base, star, factor = name.partition("*")
+    if star:
+        return anchored(find_calibration(base, chip), _factor(name, factor))
     if is_file_name(name):
         return _of_file(name, chip)
     word, plus, software = name.partition("+")
@@ -258,6 +330,23 @@ def find_calibration(name: str, chip: Chip) -> Calibration:
     return CALIBRATIONS[name]
 
 
+def anchored(base: Calibration, factor: float) -> Calibration:
+    """A calibration where all takes `factor` times as long, as measured steps of the machine and model said."""
+    name, doubts = f"{base.name}*{factor:.4g}", None if base.doubts is None else ("anchored",)
+    source = f"{base.source}; all times {factor:.4g} times as long, by measured steps"
+    return replace(base.slower(float(f"{factor:.4g}")), name=name, doubts=doubts, source=source)
+
+
+def _factor(name: str, text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0.1 <= factor <= 10 or name.startswith("none"):
+        raise MeshwiseError(f"--calibration {name}: expected a factor from 0.1 to 10 after *, of one that is achieved")
+    return factor
+
+
 def _of_file(name: str, chip: Chip) -> Calibration:
     """The calibration of a file that `meshwise calibrate` wrote."""
     file = read_calibration_file(Path(name))
@@ -266,105 +355,3 @@ def _of_file(name: str, chip: Chip) -> Calibration:
     if is_file_name(file.base):
         raise MeshwiseError(f"--calibration {name}: its base is a file, {file.base!r}; expected a calibration by name")
     return file.applied(find_calibration(file.base, chip), name)
-
-
-#: What `schema` says in such a file.
-SCHEMA = "meshwise-calibration-1"
-
-#: Constants that a file may hold, besides formats of matmuls and the links' share; each with the most it can be.
-_CONSTANTS = {
-    "matmul_efficiency": 1.0,
-    "attention_efficiency": 1.0,
-    "hbm_efficiency": 1.0,
-    "elementwise_passes": 100.0,
-    "gap": 1.0,
-    "mixture_launch": 1.0,
-    "interference": 0.99,
-}
-_FORMATS = {f"matmul_efficiency.{d.value}": d for d in (DType.FP8, DType.FP4, DType.INT8)}
-_LINKS = "links.efficiency"
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationFile:
-    """What a file says.
-
-    Args:
-        chip: its name.
-        base: the calibration that was refined, as `--calibration` takes it.
-        constants: name -> value.
-        source: the measurements, in words.
-    """
-
-    chip: str
-    base: str
-    constants: Mapping[str, float]
-    source: str
-
-    def applied(self, base: Calibration, name: str) -> Calibration:
-        """The base with the file's constants, called `name`."""
-        plain: dict[str, Any] = {n: v for n, v in self.constants.items() if n in _CONSTANTS}
-        narrow = dict(base.narrow) | {_FORMATS[n]: v for n, v in self.constants.items() if n in _FORMATS}
-        links = replace(base.links, efficiency=self.constants.get(_LINKS, base.links.efficiency))
-        source = f"{base.source}; refined: {self.source}"
-        found = replace(base, name=name, narrow=tuple(narrow.items()), links=links, source=source)
-        found = replace(found, refined=tuple(self.constants), doubts=())
-        if plain.get("attention_efficiency", 0.0) > plain.get("matmul_efficiency", base.matmul_efficiency):
-            raise MeshwiseError(f"{name}: attention_efficiency is more than matmul_efficiency")
-        return replace(found, **plain)
-
-
-def is_file_name(name: str) -> bool:
-    """Whether `--calibration` names a file: it ends in .json."""
-    return name.endswith(".json")
-
-
-def changed_constants(base: Calibration, refined: Calibration) -> dict[str, float]:
-    """Constants in which two calibrations differ, as files name them."""
-    found = {n: getattr(refined, n) for n in _CONSTANTS if getattr(refined, n) != getattr(base, n)}
-    before, after = dict(base.narrow), dict(refined.narrow)
-    found |= {n: after[d] for n, d in _FORMATS.items() if d in after and after[d] != before.get(d)}
-    if refined.links.efficiency != base.links.efficiency:
-        found[_LINKS] = refined.links.efficiency
-    return found
-
-
-def calibration_text(chip: str, base: Calibration, refined: Calibration, measured: Mapping[str, Any]) -> str:
-    """Write a file; `measured` says what the constants were fitted to, and how well."""
-    constants = changed_constants(base, refined)
-    document = {"schema": SCHEMA, "chip": chip, "base": base.name, "constants": constants, "measured": dict(measured)}
-    return json.dumps(document, indent=2) + "\n"
-
-
-def read_calibration_file(path: Path) -> CalibrationFile:
-    """Read a file that `meshwise calibrate` wrote.
-
-    Raises:
-        MeshwiseError: it cannot be read, or holds what no calibration has.
-    """
-    try:
-        document = parse_json(read_whole(path), f"--calibration {path}")
-    except OSError as error:
-        raise MeshwiseError(f"--calibration {path}: {error.strerror}; meshwise calibrate writes such files") from None
-    except UnicodeDecodeError:
-        raise MeshwiseError(f"--calibration {path}: not JSON: it holds no text") from None
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise MeshwiseError(f"--calibration {path}: expected the schema {SCHEMA!r}, as meshwise calibrate writes it")
-    constants = document.get("constants")
-    if not isinstance(constants, dict) or not all(isinstance(document.get(k), str) for k in ("chip", "base")):
-        raise MeshwiseError(f"--calibration {path}: expected chip, base and constants")
-    for name, value in constants.items():
-        _check(path, name, value)
-    rows = document.get("measured", {}).get("rows", "?") if isinstance(document.get("measured"), dict) else "?"
-    return CalibrationFile(document["chip"], document["base"], constants, f"{rows} rows, {path.name}")
-
-
-def _check(path: Path, name: str, value: object) -> None:
-    if name not in _CONSTANTS and name not in _FORMATS and name != _LINKS:
-        known = ", ".join((*_CONSTANTS, *_FORMATS, _LINKS))
-        raise MeshwiseError(f"--calibration {path}: {name!r} is no constant; expected some of {known}")
-    most = _CONSTANTS.get(name, 1.0)
-    least = 1.0 if name == "elementwise_passes" else 0.0
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= float(value) <= most:  # type: ignore[arg-type]
-        raise MeshwiseError(f"--calibration {path}: {name} is a number from {least:g} to {most:g}, found {value!r}")

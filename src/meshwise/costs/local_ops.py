@@ -20,6 +20,7 @@ from meshwise.core.tensors import (
     Kind,
     Lookup,
     Op,
+    Route,
 )
 from meshwise.costs.extents import Split, Symbols, Volume, WeightedSum, element_bytes
 from meshwise.jobs import Precision
@@ -46,6 +47,7 @@ class LoweredOp:
             None.
         weight: format of the weights that it multiplies; None where there are none.
         grouped: whether these are of experts, each with its own rows.
+        permutes: whether it moves tokens to the slots of their experts, or back.
     """
 
     matmul: Volume | None
@@ -61,6 +63,7 @@ class LoweredOp:
     added: Volume | None
     weight: DType | None
     grouped: bool
+    permutes: bool
 
 
 def lower_op(
@@ -110,6 +113,7 @@ def lower_op(
         added=symbols.held(item.output) if matmul is not None and item.output.tensor.kind is Kind.GRADIENT else None,
         weight=weight,
         grouped=grouped,
+        permutes=isinstance(op, Route),
     )
 
 

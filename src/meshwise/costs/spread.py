@@ -40,6 +40,9 @@ SPREADS = {
     "micro_batch": Spread(0.10, "the microbatch is not known"),
     "mixture": Spread(0.14, "kernels and exchanges of experts change between releases by a quarter"),
     "engine": Spread(0.12, "releases of serving engines, their settings, and lengths of requests differ"),
+    "unnamed": Spread(0.12, "the software is not named or not known: kernels, fusions and overlap may be others'"),
+    "chip": Spread(0.10, "no steps of this chip were measured, of others of its family were"),
+    "anchored": Spread(0.05, "what one layout is off by for reasons of its own, beside measured ones"),
     "family": Spread(0.14, "no steps of such chips were measured; families keep 60 to 79 % of their peak in matmuls"),
 }
 
@@ -70,7 +73,8 @@ def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> d
 
     Args:
         terms: exposed seconds by name.
-        unknown: causes of `SPREADS` that are open: "remat", "zero", "micro_batch", "mixture", "family".
+        unknown: causes of `SPREADS` that are open: "remat", "zero", "micro_batch", "mixture", "family", ...; "anchored"
+            stands in place of those that measured layouts of the machine share.
     """
     total = sum(terms.values())
     shares = dict.fromkeys(("compute", "communication", "overheads"), 0.0)
@@ -78,6 +82,9 @@ def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> d
         shares[_TERMS[name]] += seconds / total
     parts = {"software": SPREADS["software"].sigma}
     parts |= {cause: share * SPREADS[cause].sigma for cause, share in shares.items() if share}
+    if "anchored" in unknown:  # what layouts of one machine share was measured
+        del parts["software"]
+        parts.pop("compute", None)
     return parts | {cause: SPREADS[cause].sigma for cause in unknown}
 
 

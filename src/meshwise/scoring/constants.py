@@ -63,27 +63,44 @@ def part(field: str) -> Part:
 
 
 def format_part(table: str, *formats: DType) -> Part:
-    """What a table of a calibration says of some formats."""
+    """What a table of a calibration says of some formats, of the chip that the family's shares are of."""
 
     def put(c: Calibration, value: float) -> Calibration:
-        changed = tuple((d, value if d in formats else own) for d, own in getattr(c, table))
+        changed = tuple((d, min(value * c.power_ratio, 1.0) if d in formats else own) for d, own in getattr(c, table))
         return replace(c, **{table: changed})  # type: ignore[arg-type]
 
-    return lambda c: dict(getattr(c, table)).get(formats[0], c.matmul_efficiency), put
+    def read(c: Calibration) -> float:
+        return float(dict(getattr(c, table)).get(formats[0], c.matmul_efficiency)) / c.power_ratio
+
+    return read, put
 
 
-def _put_matmuls(c: Calibration, value: float) -> Calibration:
-    attention = None if c.attention_efficiency is None else min(c.attention_efficiency, value)
-    return replace(c, matmul_efficiency=value, attention_efficiency=attention)
+def matmuls(most: float = 1.0) -> Part:
+    """The share of 16 bits, of the chip that the family's shares are of; on none is it above `most`."""
+
+    def put(c: Calibration, value: float) -> Calibration:
+        share = min(value * c.power_ratio, most)
+        attention = None if c.attention_efficiency is None else min(c.attention_efficiency, share)
+        return replace(c, matmul_efficiency=share, attention_efficiency=attention)
+
+    return lambda c: c.matmul_efficiency / c.power_ratio, put
 
 
 def _put_attention(c: Calibration, value: float) -> Calibration:
     return replace(c, attention_efficiency=min(value, c.matmul_efficiency))
 
 
-MATMULS: Part = (lambda c: c.matmul_efficiency, _put_matmuls)
+MATMULS: Part = matmuls()
 _ATTENTION: Part = (lambda c: c.attention(DType.BF16), _put_attention)
 LINK_SHARE: Part = (lambda c: c.links.efficiency, lambda c, v: replace(c, links=replace(c.links, efficiency=v)))
+
+#: Bytes of elementwise operations by how software fuses them: a name, the prior, where that is from, the software.
+_PASSES = (
+    ("fused", 1.3, "kernels fused in part", ("megatron", "megatron-graphs", "megatron-beside", "pytorch-compiled")),
+    ("scripted", 1.3, "kernels fused in part", ("megatron-2021", "megatron-deepspeed")),
+    ("eager", 1.8, "an operation of its own for casts, products with activations and sums: 3/2 to 2 times",
+     ("eager-2023", "pytorch")),
+)  # fmt: skip
 
 #: Software whose gaps between operations are constants of their own.
 _OWN_GAPS = ("megatron-deepspeed", "megatron-graphs")
@@ -92,21 +109,26 @@ _OWN_GAPS = ("megatron-deepspeed", "megatron-graphs")
 def all_constants() -> tuple[Constant, ...]:
     """Every constant that is fitted to whole training steps."""
     own, gpus = CALIBRATIONS, ("ampere", "hopper", "blackwell")
+    matmul_priors = (
+        *((f, 0.9 * own[f].matmul_efficiency, _SUSTAINED) for f in ("ampere", "hopper", "tpu")),
+        ("blackwell", 0.48, "Hopper's FLOP/s for each watt, on 1,000 W; 6 % more for the process"),
+    )
     narrow = (("hopper", DType.FP8), ("blackwell", DType.FP8), ("blackwell", DType.FP4))
     return (
-        *(Constant(f"matmul.{f}", FLOPS, 0.9 * own[f].matmul_efficiency, 0.10, _SUSTAINED, _of(f), *MATMULS,
-                   own[f].matmul_efficiency) for f in (*gpus, "tpu")),
+        *(Constant(f"matmul.{f}", FLOPS, share, 0.10, source, _of(f), *matmuls(own[f].matmul_efficiency),
+                   own[f].matmul_efficiency) for f, share, source in matmul_priors),
         *(Constant(f"{d.value}.{f}", FLOPS, dict(own[f].narrow)[d], 0.20, MICRO, _of(f), *format_part("narrow", d), 1.0)
           for f, d in narrow),
         *(Constant(f"attention.{f}", FLOPS, share, 0.10, MICRO, _fused(f), *_ATTENTION)
           for f, share in zip(gpus, (0.57, 0.53, 0.50), strict=True)),
+        Constant("attention.tpu", FLOPS, 0.65, 0.15, "kernels in blocks, beside the vector unit", _fused("tpu"),
+                 *_ATTENTION),
         *(Constant(f"memory.{f}", HBM, own[f].hbm_efficiency, 0.10, f"key/value reads, {MICRO}", _of(f),
                    *part("hbm_efficiency"), 0.95) for f in gpus),
         *(Constant(f"links.{f}", LINKS, own[f].links.efficiency, 0.20, NCCL, _of(f), *LINK_SHARE, 1.0)
           for f in (*gpus, "tpu")),
-        *(Constant(f"passes.{s}", "times the bytes", 1.3, 0.25, "kernels fused in part", _by(s),
-                   *part("elementwise_passes"), least=1.0)
-          for s in ("megatron", "megatron-graphs", "megatron-2021", "megatron-deepspeed", "eager-2023")),
+        *(Constant(f"passes.{name}", "times the bytes", prior, 0.25, source, _by(*by), *part("elementwise_passes"),
+                   least=1.0) for name, prior, source, by in _PASSES),
         Constant("gap", "s", 8e-6, 0.5, "launches of kernels on A100 to B200: 3 to 12 us", _usual_gap, *part("gap")),
         Constant("gap.megatron-deepspeed", "s", 40e-6, 0.5, "launches block: 25 us of the host, 15 us of waiting",
                  _by("megatron-deepspeed", on_tpus=False), *part("gap")),
@@ -129,8 +151,8 @@ def _of(family: str) -> Applies:
     return lambda _c, own: own == family
 
 
-def _by(software: str, *, on_tpus: bool = True) -> Applies:
-    return lambda c, family: _software(c, family) == software and (on_tpus or family != "tpu")
+def _by(*software: str, on_tpus: bool = True) -> Applies:
+    return lambda c, family: _software(c, family) in software and (on_tpus or family != "tpu")
 
 
 def _fused(family: str) -> Applies:

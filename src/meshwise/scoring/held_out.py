@@ -93,14 +93,17 @@ class HeldOut:
         return min(FREEDOMS, key=wrong.__getitem__)
 
     def width(self, source: str, freedom: float) -> float:
-        """Times the stated spread that holds four of five forecasts of the other sources, each source alike."""
+        """Times the stated spread that holds four of five forecasts of the other sources; at least once.
+
+        A source counts by the root of its rows.
+        """
         ratios, weights = [], []
         for other in (s for s in self.names if s != source):
             errors = np.abs(self.errors(other, self.fit((source, other), freedom)))
             stated = [_half_width(p) for p, s in zip(self.blind, self.sources, strict=True) if s == other]
             ratios += list(errors / np.array(stated))
             weights += [1 / math.sqrt(len(errors))] * len(errors)
-        return weighted_quantile(np.array(ratios), np.array(weights), _SHARE)
+        return max(1.0, weighted_quantile(np.array(ratios), np.array(weights), _SHARE))
 
     def forecasts(self) -> Forecasts:
         """Forecast every source's rows."""

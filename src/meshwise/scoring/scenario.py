@@ -221,17 +221,17 @@ def cluster_of(run: Row) -> tuple[Cluster, tuple[str, ...]]:
         raise MeshwiseError(f"chip is blank; the catalog has none for {run.hardware or 'this hardware'!r}")
     if run.chip.endswith(".toml"):
         return _of_file(run.chip, run.n_chips)
-    chip = load_chip(run.chip)
+    chip, changed = as_described(load_chip(run.chip), run.hardware)
     if chip.vendor == "google":
         slices, notes = _slices(run)
         text = f"{chip.name}:{run.n_chips // slices}" + (f"*{slices}" if slices > 1 else "")
-        return parse_cluster(text), notes
+        return parse_cluster(text).replace(chip=chip), (*notes, *changed)
     node = math.prod(level.degree for level in chip.scale_up)
     bandwidth = node_bandwidth(run.hardware)
     if run.n_chips <= node or bandwidth is None:
         beyond = (f"network between nodes: the usual one of {chip.title}",) if run.n_chips > node else ()
-        return parse_cluster(f"{chip.name}:{run.n_chips}"), beyond
-    return _on_network(chip, run, bandwidth / chip.chips_per_host), ()
+        return parse_cluster(f"{chip.name}:{run.n_chips}").replace(chip=chip), (*beyond, *changed)
+    return _on_network(chip, run, bandwidth / chip.chips_per_host), changed
 
 
 def _of_file(path: str, num_chips: int) -> tuple[Cluster, tuple[str, ...]]:
@@ -241,6 +241,35 @@ def _of_file(path: str, num_chips: int) -> tuple[Cluster, tuple[str, ...]]:
         return assemble(f"{chip.name}:{num_chips}", chip, num_chips, chip.network), ()
     like = next(name for name, known in chips().items() if known.network == chip.network)
     return parse_cluster(f"{like}:{num_chips}").replace(chip=chip), ("one slice: none are mentioned",)
+
+
+def as_described(chip: Chip, words: str) -> tuple[Chip, tuple[str, ...]]:
+    """The chip with the power and the memory that a source's words give it, and what of it is another than usual.
+
+    >>> found, said = as_described(load_chip("h100-sxm"), "H100 96GB SXM (500 W, HBM2e 2.4 TB/s, 8 per node)")
+    >>> found.power, found.hbm_bandwidth, said
+    (500.0, 2400000000000.0, ('H100 SXM of 500 W, 96 GB, 2.4 TB/s',))
+    >>> as_described(load_chip("h100-sxm"), "H100 80GB SXM (DGX)")[1]
+    ()
+    """
+    changes: dict[str, float] = {}
+    said = []
+    if (found := re.search(r"\b(\d{3,4}) ?W\b", words)) and float(found[1]) != chip.power:
+        changes["power"] = float(found[1])
+        said.append(f"{found[1]} W")
+    capacity = re.search(r"\b(\d{2,3}) ?GB\b(?!/)", words)
+    if capacity and abs(float(capacity[1]) * 1e9 / chip.hbm_capacity - 1) > _OTHER:
+        changes |= {"hbm_capacity": float(capacity[1]) * 1e9, "hbm_reported": float(capacity[1]) * 1e9}
+        said.append(f"{capacity[1]} GB")
+    speed = re.search(r"HBM\w*[^,;)]{0,12}?([\d.]+) ?TB/s|([\d.]+) ?TB/s[^,;)]{0,8}HBM", words)
+    if speed and abs(float(speed[1] or speed[2]) * 1e12 / chip.hbm_bandwidth - 1) > _OTHER:
+        changes["hbm_bandwidth"] = float(speed[1] or speed[2]) * 1e12
+        said.append(f"{speed[1] or speed[2]} TB/s")
+    return (chip.replace(**changes), (f"{chip.title} of {', '.join(said)}",)) if changes else (chip, ())
+
+
+#: Share by which memory is another than the catalog's, not the same in other units.
+_OTHER = 0.1
 
 
 def node_bandwidth(words: str) -> float | None:

@@ -241,7 +241,7 @@ def ranking_of(predictions: Sequence[TrainingPrediction]) -> Ranking:
     for p in predictions:
         if not p.run.is_memory:
             run = p.scenario.run
-            groups[_machine(run)].append((_laid_out(run), p.measured / run.tokens, p.expected / run.tokens))
+            groups[machine_of(run)].append((_laid_out(run), p.measured / run.tokens, p.expected / run.tokens))
     several = [group for group in groups.values() if len({layout for layout, *_ in group}) > 1]
     pairs = right = 0.0
     for group in several:
@@ -252,7 +252,8 @@ def ranking_of(predictions: Sequence[TrainingPrediction]) -> Ranking:
     return Ranking(int(pairs), right / pairs if pairs else None, len(several))
 
 
-def _machine(r: TrainingRun) -> tuple[object, ...]:
+def machine_of(r: TrainingRun) -> tuple[object, ...]:
+    """What runs share that differ in their layouts alone: source, machine, software, model."""
     what = (r.model, r.layers, r.d_model, r.n_heads, r.seq_len, r.dtype)
     return (r.source, r.chip, r.hardware, r.n_chips, r.software, *what)
 

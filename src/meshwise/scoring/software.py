@@ -13,6 +13,9 @@ from meshwise.costs.fitted import SOFTWARE
 from meshwise.hardware import Chip
 from meshwise.scoring.rows import TrainingRun
 
+#: Software that runs PyTorch's own operations.
+_PYTORCH = "torch|fsdp|composer|deepspeed|lightning|accelerate|hugging|transformers|nanotron|litgpt|llama.?factory"
+
 #: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
 _WORDS = (
     (r"maxtext|jax|levanter|axlearn", "xla", 9999),
@@ -20,9 +23,12 @@ _WORDS = (
     (r"megatron|nemo", "megatron-2021", 2023),
     (r"megatron|nemo|transformer ?engine", "megatron", 9999),
     (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
+    (rf"(?:{_PYTORCH}).*(?<!no )(?<!not )(?<!without )(?:torch\.)?compile", "pytorch-compiled", 9999),
+    (_PYTORCH, "pytorch", 9999),
 )
 
-_UNKNOWN = "software is not named or not known: Megatron Core of 2024 and later taken"
+#: What is assumed of software that no word names.
+UNKNOWN = "software is not named or not known: Megatron Core of 2024 and later taken"
 
 
 def calibration_of(
@@ -43,7 +49,7 @@ def calibration_of(
     meant = (name for pattern, name, last in _WORDS if year <= last and re.search(pattern, words))
     found = next((name for name in meant if _is_known(name, unseen)), None)
     if found is None:
-        return calibration, (_UNKNOWN,)
+        return calibration, (UNKNOWN,)
     release = re.search(r"container (\d+)\.(\d+)", words)
     since = (int(release[1]), int(release[2])) if release else (0, 0)
     graphs = since >= (26, 6) and default_calibration(chip).name == "blackwell"

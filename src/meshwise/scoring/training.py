@@ -7,6 +7,7 @@ rows (`reading`), models and machines (`scenario`), and what all rows say togeth
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit
 from meshwise.scoring.recompute import read_recompute
 from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import Scenario, cluster_of, model_of
-from meshwise.scoring.software import calibration_of
+from meshwise.scoring.software import UNKNOWN, calibration_of
 from meshwise.search import estimate_layout
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 
@@ -38,13 +39,15 @@ class TrainingScenario(Scenario):
 
     Args:
         layout: as far as the row says it.
-        open: what the row does not say and the time depends on.
+        open: what of the layout the row does not say, and the time depends on.
+        doubts: what else it does not say: causes of `spread.SPREADS`.
     """
 
     run: TrainingRun
     problem: TrainingProblem
     layout: LayoutRequest
     open: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
     def without_recompute(self) -> TrainingScenario:
         """The same with recomputation and offloading open, where what was looked up cannot be of this run."""
@@ -53,6 +56,14 @@ class TrainingScenario(Scenario):
         note = f"recompute {self.run.recompute!r} does not fit in memory, so is of another run: the fastest that fits"
         layout = replace(self.layout, choices=choices)
         return replace(self, layout=layout, assumed=(*self.assumed, note), open=(*self.open, "remat"))
+
+    def fully_sharded(self) -> TrainingScenario:
+        """The same with weights shared by all replicas, where copies cannot be meant."""
+        sizes = dict(self.layout.sizes)
+        sizes |= {"fsdp": sizes["fsdp"] * sizes["data"], "data": 1}
+        layout = replace(self.layout, sizes=sizes, written=tuple(a for a in MESH_AXES if sizes[a] > 1))
+        note = "FSDP over all replicas: copies of the weights do not fit in memory"
+        return replace(self, layout=layout, assumed=(*self.assumed, note))
 
 
 def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = "") -> TrainingScenario:
@@ -86,6 +97,7 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
         layout=LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1)),
         assumed=(*of_model, *of_cluster, *of_precision, *of_software, *of_layout),
         open=tuple(name for name in ("remat", "zero", "micro_batch") if name not in settled),
+        doubts=("unnamed",) if UNKNOWN in of_software else (),
     )
 
 
@@ -266,25 +278,68 @@ def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str 
         scenario = build_scenario(run, calibration, unseen)
         measured = measured_bytes(run) if run.is_memory else measured_seconds(run, scenario.problem.model)
         plan = estimate_layout(scenario.problem, scenario.layout, memory_share=1.0).plans[0]
-        # Brackets: its recomputation is from another source than the measurement's.
-        if not plan.estimate.fits and "[" in run.recompute and "remat" in scenario.layout.choices:
-            scenario = scenario.without_recompute()
+        for other in _other_readings(scenario):
+            if not _overflows(_spared(scenario, plan.estimate)[0], plan.estimate):
+                break
+            scenario = other
             plan = estimate_layout(scenario.problem, scenario.layout, memory_share=1.0).plans[0]
     except MeshwiseError as error:
         return Refusal(run, str(error))
     estimate, step, likely = plan.estimate, plan.estimate.step_time, None
     expected, bound = step.expected, step.lower
+    memory, spared = (estimate.memory, ()) if run.is_memory else _spared(scenario, estimate)
+    scenario = replace(scenario, assumed=(*scenario.assumed, *spared))
     if run.is_memory:
         parts = _MEMORY_PARTS.get(run.measured_metric, ("total",))
         expected, bound = sum(estimate.memory.get(part, 0.0) for part in parts), 0.0
     elif measured < step.lower * 0.98:
         # What does not fit has no time that could be compared.
-        if needed_bytes(estimate.memory) > estimate.hbm_capacity:
-            return Refusal(run, does_not_fit(estimate.memory, estimate.hbm_capacity))
+        if _overflows(memory, estimate):
+            return Refusal(run, does_not_fit(memory, estimate.hbm_capacity))
         faster = f"{measured:.4g} s a step is faster than the chips' data sheets allow"
         return Refusal(run, f"{faster}, at least {step.lower:.4g} s ({estimate.bound}); {WRONG}")
     else:
-        causes = (*scenario.open, *uncertainty_sources(scenario.problem.calibration, scenario.problem.model))
+        known = uncertainty_sources(scenario.problem.calibration, scenario.problem.model)
+        causes = (*scenario.open, *scenario.doubts, *known)
         likely = likely_interval(expected, bound, estimate.terms, causes)
-    terms, memory = estimate.terms, estimate.memory
-    return TrainingPrediction(scenario, estimate, terms, memory, measured, expected, bound, likely, plan.layout)
+    return TrainingPrediction(
+        scenario, estimate, estimate.terms, memory, measured, expected, bound, likely, plan.layout
+    )
+
+
+def _overflows(memory: Mapping[str, float], estimate: Estimate) -> bool:
+    return needed_bytes(memory) > estimate.hbm_capacity
+
+
+def _other_readings(scenario: TrainingScenario) -> Iterator[TrainingScenario]:
+    """Other readings of a row that does not fit as it was read: it ran."""
+    run = scenario.run
+    if not run.fsdp_or_zero_stage and scenario.layout.sizes["data"] > 1:
+        yield scenario.fully_sharded()
+    if "[" in run.recompute and "remat" in scenario.layout.choices:  # looked up elsewhere than the measurement
+        yield scenario.without_recompute()
+
+
+#: Bytes of logits that a loss in chunks holds at once.
+_CHUNK = 2.0 * 2**30
+
+
+def _spared(scenario: TrainingScenario, estimate: Estimate) -> tuple[Mapping[str, float], tuple[str, ...]]:
+    """Memory without what software spares where a run would not fit else, since this one did; and what that is."""
+    memory, notes = dict(estimate.memory), []
+    compiled, precision = scenario.problem.calibration.compiled, scenario.problem.job.formats
+    if compiled and precision.master is not None and _overflows(memory, estimate):
+        _spare(memory, "parameters", 0.0)
+        notes.append("weights are cast from the master copy as they are read: no copy in 16 bits is stored")
+    if memory.get("logits_and_loss", 0.0) > _CHUNK and _overflows(memory, estimate):
+        _spare(memory, "logits_and_loss", _CHUNK)
+        notes.append("the loss is computed in chunks of the sequence: all logits at once would not fit")
+    if not compiled and estimate.memory.get("gathered_weights") and _overflows(memory, estimate):
+        _spare(memory, "gathered_weights", memory["gathered_weights"] / 2)
+        notes.append("one layer's weights or its gradients are whole at a time, not both")
+    return (memory, tuple(notes)) if not _overflows(memory, estimate) else (estimate.memory, ())
+
+
+def _spare(memory: dict[str, float], name: str, left: float) -> None:
+    memory["total"] -= memory[name] - left
+    memory[name] = left

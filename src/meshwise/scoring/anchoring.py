@@ -1,0 +1,172 @@
+"""Predictions that start from measured steps of the same model on the same chips: errors that all layouts share cancel.
+
+What was measured over what is predicted of it is one factor on all that is expected. It follows the measurement as far
+as measurements of one machine agree with each other: what one layout is off by for reasons of its own is no other's.
+Not here: constants that many rows of a machine decide (`fitting`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.fitted import anchored
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.spread import SPREADS
+from meshwise.scoring.prediction import Refusal
+from meshwise.scoring.reading import read_rows, read_text
+from meshwise.scoring.rows import TrainingRun, UnreadRow
+from meshwise.scoring.score import machine_of
+from meshwise.scoring.training import TrainingPrediction, build_scenario, predict_training
+
+#: Standard deviations of the logarithm of a step's time: what all layouts of a machine, a model and its software share,
+#: and what each layout is off by alone.
+_SHARED = math.hypot(SPREADS["software"].sigma, SPREADS["compute"].sigma)
+_OWN = SPREADS["anchored"].sigma
+
+#: Prices of a row until its own prediction is the factor's.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """What measured steps say of a machine.
+
+    Args:
+        calibration: with the factor; plans keep it by its name. With "fitted" its software is that of the rows.
+        factor: on all that was expected before.
+        rows: that were used, as predicted before.
+    """
+
+    calibration: Calibration
+    factor: float
+    rows: tuple[TrainingPrediction, ...]
+
+
+def shared_factor(ratios: Sequence[float]) -> float:
+    """What measured over predicted says of layouts that were not measured.
+
+    A ratio as small as layouts differ among themselves says little; a large one can only be shared.
+
+    >>> round(shared_factor([1.05]), 3), round(shared_factor([1.5]), 3), round(shared_factor([1.05] * 4), 3)
+    (1.038, 1.491, 1.046)
+
+    Args:
+        ratios: measured over predicted, one a layout.
+    """
+    mean, own = statistics.fmean(map(math.log, ratios)), _OWN**2 / len(ratios)
+    return math.exp(mean * (1 - own / max(_SHARED**2 + own, mean**2)))
+
+
+def anchor(problem: TrainingProblem, runs: Sequence[TrainingRun | UnreadRow], where: str) -> Anchor:
+    """Anchor a problem's calibration at measured steps of its model on its chips.
+
+    Args:
+        problem: what is asked; its calibration is anchored.
+        runs: measured, as `meshwise score` takes them; the number of chips, the batch and the layout may be others.
+        where: what errors call them.
+
+    Raises:
+        MeshwiseError: no row can be used, with the reasons.
+    """
+    used, reasons = [], []
+    for run in runs:
+        found = Refusal(run, run.reason) if isinstance(run, UnreadRow) else _predicted(problem, run)
+        if isinstance(found, Refusal):
+            reasons.append(f"{run.id}: {found.reason}")
+        else:
+            used.append(found)
+    if not used:
+        raise MeshwiseError(f"--anchor {where}: no row is a measured step of this model on these chips: {reasons[0]}")
+    if len({p.calibration.name for p in used}) > 1:
+        names = ", ".join(sorted({p.calibration.name for p in used}))
+        raise MeshwiseError(f"--anchor {where}: rows are of several generations of software ({names}); use one")
+    base = used[0].calibration  # with "fitted", of the software that the rows name
+    target = shared_factor([p.measured / p.expected for p in used])
+    factor = target
+    for _ in range(_ROUNDS):  # what is at a limit does not follow
+        now = [p.seconds_under(anchored(base, factor)) / p.expected for p in used]
+        factor *= target / statistics.geometric_mean(now)
+    return Anchor(anchored(base, factor), factor, tuple(used))
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """How far layouts are from what is predicted of them by one other layout of their machine and model.
+
+    Args:
+        groups: of at least four rows, each row in turn the anchor.
+        mape: mean absolute error of the others, each group alike.
+        plain: the same without an anchor.
+    """
+
+    groups: int
+    mape: float
+    plain: float
+
+
+#: Rows of one machine and model from which each is an anchor in turn.
+_GROUP = 4
+
+
+def anchor_each(rows: Sequence[TrainingPrediction]) -> Anchored | None:
+    """Predict each row by every other row of its machine and model; None where no group is large enough."""
+    groups: defaultdict[tuple[object, ...], list[TrainingPrediction]] = defaultdict(list)
+    for p in rows:
+        groups[machine_of(p.scenario.run)].append(p)
+    large = [group for group in groups.values() if len(group) >= _GROUP]
+    if not large:
+        return None
+    errors = [
+        [
+            abs(shared_factor([a.measured / a.expected]) * p.expected / p.measured - 1)
+            for a in g
+            for p in g
+            if p is not a
+        ]
+        for g in large
+    ]
+    plain = [statistics.fmean(abs(p.error) for p in group) for group in large]
+    return Anchored(len(large), statistics.fmean(map(statistics.fmean, errors)), statistics.fmean(plain))
+
+
+def _error(p: TrainingPrediction, *, by: TrainingPrediction) -> float:
+    return abs(shared_factor([by.measured / by.expected]) * p.expected / p.measured - 1)
+
+
+def anchor_file(problem: TrainingProblem, path: str) -> Anchor:
+    """The same with the rows of a file.
+
+    Raises:
+        MeshwiseError: it cannot be read, or has no such row.
+    """
+    return anchor(problem, read_rows(read_text(Path(path)), path, TrainingRun), path)
+
+
+def _predicted(problem: TrainingProblem, run: TrainingRun) -> TrainingPrediction | Refusal:
+    """The row under the problem's calibration; a refusal if it is of another model or chip."""
+    if run.is_memory or not run.counts:
+        return Refusal(run, "no step's time, or no number of its own (primary is no)")
+    name = problem.calibration.name
+    try:
+        own = build_scenario(run, name).problem
+    except MeshwiseError as error:
+        return Refusal(run, str(error))
+    for what, found, asked in (
+        ("chip", own.cluster.chip.name, problem.cluster.chip.name),
+        ("model", own.model.sizes, problem.model.sizes),
+        ("format", own.job.formats.compute, problem.job.formats.compute),
+    ):
+        if found != asked:
+            return Refusal(run, f"another {what}: {_short(found)}, asked is {_short(asked)}")
+    return predict_training(run, name)
+
+
+def _short(value: object) -> str:
+    return getattr(value, "value", None) or str(value)[:80]
