@@ -54,6 +54,33 @@ def test_causal_attention_is_that_of_whole_sequences():
     assert found.rows[1].work == 4 * 2 * 4 * 8 * 16
 
 
+def _plan(tmp_path):
+    found = meshwise.estimate_train(
+        "D=64 F=128 L=2 N=4 K=2 V=128", on="h100:8", batch_tokens=1024, seq_len=128, layout="fsdp=8,remat=none"
+    )
+    file = tmp_path / "plan.json"
+    file.write_text(found.plans[0].to_json())
+    return str(file)
+
+
+@pytest.mark.jax
+def test_a_plan_s_own_operations_run_as_large_as_one_device_has_them(tmp_path):
+    found = meshwise.bench("plan", _plan(tmp_path), seconds="2ms")
+    by_name = {row.text.partition(":")[0]: row for row in found.rows}
+    q, attention = by_name["q"].measured, by_name["attention"].measured
+    assert (q.m, q.k, q.n, q.dtype) == (128, 64, 64, "bf16")
+    assert (attention.seq_q, attention.heads, attention.kv_heads, attention.head_dim) == (128, 4, 2, 16)
+    assert by_name["q"].expected is None, "this is no H100"
+
+
+def test_a_plan_s_file_goes_with_plan_alone(tmp_path):
+    for asked in (("plan",), ("matmul", _plan(tmp_path))):
+        with pytest.raises(MeshwiseError, match="expected a plan's file"):
+            meshwise.bench(*asked)
+    with pytest.raises(MeshwiseError, match="leave out --dtype"):
+        meshwise.bench("plan", _plan(tmp_path), dtype="bf16")
+
+
 @pytest.mark.jax
 def test_rows_are_written_in_the_documented_columns_and_nothing_is_overwritten(tmp_path):
     file = tmp_path / "rows.csv"

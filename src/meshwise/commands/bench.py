@@ -80,13 +80,14 @@ Answer.reports[BenchResult] = lambda result: bench_report(result, {})
 def show_bench(screen: Screen, request: BenchRequest, files: _Files) -> None:
     """Measure single operations on the devices that are there.
 
-    WHAT is matmul, attention, memory, collectives, or machine (what is needed to describe a CPU's fake devices as
-    chips). Rows have the columns of docs/measurements.md; the predicted time stands beside them where chip and
-    network are known.
+    WHAT is matmul, attention, memory, collectives, machine (what is needed to describe a CPU's fake devices as
+    chips), or plan: a saved plan's own products and attentions, as large as one of its devices has them. Rows have the
+    columns of docs/measurements.md; the predicted time stands beside them where chip and network are known.
 
     \b
       meshwise bench matmul --save rows.csv
       meshwise bench collectives --on h100:8
+      meshwise bench plan plan.json
       meshwise bench collectives --cpu-devices 8 --sizes 64KiB,1MiB
       meshwise bench machine --cpu-devices 4 --save-cluster machine.toml
     """  # noqa: D301  (click's mark for lines that stay as they are)

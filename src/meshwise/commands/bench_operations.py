@@ -6,13 +6,14 @@ Not here: running them (`bench`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshwise.commands.requests import Flag
+from meshwise.commands.plan_files import read_plan
+from meshwise.commands.requests import File, Flag
 from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
@@ -20,11 +21,13 @@ from meshwise.core.units import Quantity, format_duration, parse_bytes, parse_du
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.local_shapes import local_shapes
 from meshwise.costs.machine import counted_bytes
 from meshwise.costs.network import make_group_link
 from meshwise.hardware import Cluster, load_chip
 from meshwise.hardware.names import chip_of_device
 from meshwise.runtime.bench import Bench, Sample, attention_sizes, matmul_sizes
+from meshwise.search import Plan
 from meshwise.sharding import CollectiveKind
 
 #: Sizes that were asked for; empty for the usual ones.
@@ -40,10 +43,13 @@ _EXAMPLES = {"matmul": "4096x4096x4096", "attention": "8x1x4096"}
 class BenchRequest(Where):
     """What `meshwise bench` is asked; the cluster is the one that it runs on."""
 
-    positional = ("what",)
+    positional = ("what", "plan")
 
-    what: Literal["matmul", "attention", "memory", "collectives", "machine"]
-    """What to measure; machine: everything that describes a CPU's devices as chips."""
+    what: Literal["matmul", "attention", "memory", "collectives", "machine", "plan"]
+    """What to measure; machine: everything that describes a CPU's devices as chips; plan: the products and attentions
+    of a training plan's layers, as one of its devices computes them."""
+    plan: File | None = None
+    """With plan: the file that `plan train --save` wrote."""
     dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] | None = None
     """Format of the operands; by default bf16, and for a machine bf16 and fp32."""
     sizes: Annotated[str | None, Flag("SIZES")] = None
@@ -68,6 +74,11 @@ class BenchRequest(Where):
         Raises:
             MeshwiseError: a format or sizes that the operation does not have.
         """
+        if (self.what == "plan") != (self.plan is not None):
+            found = "none" if self.plan is None else repr(self.plan)
+            raise MeshwiseError(f"bench {self.what}: expected a plan's file after plan and nowhere else, found {found}")
+        if self.what == "plan" and (self.dtype or self.sizes):
+            raise MeshwiseError("bench plan: formats and sizes are the plan's; leave out --dtype and --sizes")
         dtype = f"--dtype {self.dtype}:"
         if self.what == "attention" and self.dtype in ("fp8", "int8"):
             raise MeshwiseError(f"{dtype} attention runs in bf16, fp16 or fp32 here; use one of these")
@@ -162,6 +173,8 @@ class Operations:
         """Where the expectations are from."""
         if self.chip is None or self.calibration is None:
             return None
+        if self.request.what == "plan":
+            return f"the plan's calibration, where it is of {self.chip.name}"
         return f"{self.chip.name} at the rates of calibration {self.calibration.name}"
 
     def __iter__(self) -> Iterator[Operation]:
@@ -177,6 +190,21 @@ class Operations:
                 return self._collectives(dtype)
             case "machine":
                 return self._machine()
+            case "plan":
+                return self._of_plan(read_plan(str(self.request.plan), Plan))
+
+    def _of_plan(self, plan: Plan) -> Iterator[Operation]:
+        """The plan's products and attentions by the shapes of one device; expected as the plan does, on its chip."""
+        own = self.chip is not None and self.chip.name == plan.problem.cluster.chip.name
+        for shape in local_shapes(plan.problem, plan.layout):
+            dtype = shape.dtype.value
+            if shape.attends:
+                (one,) = self._attentions(dtype, shape.sizes)
+            else:
+                (one,) = self._matmuls(dtype, (shape.sizes,))
+            expected = shape.seconds * plan.problem.cluster.chip.devices_per_chip if own else None
+            text = f"{shape.name}: {one.text}, {shape.copies:g} times"
+            yield replace(one, text=text, expected=expected)
 
     def _local(self, flops: float, num_bytes: float, dtype: str) -> float | None:
         """Seconds of so many FLOPs and bytes of HBM on one device: the longer of the two."""
@@ -257,10 +285,11 @@ class Operations:
         if len(self.devices.devices) > 1:
             yield from self._collectives("fp32")
 
-    def _attentions(self, dtype: str) -> Iterator[Operation]:
-        """Attention over (batch, queries, keys)."""
-        heads, kv_heads, dim = self.request.heads, self.request.kv_heads, self.request.head_dim
-        for batch, queries, keys in self.sizes or attention_sizes(1024 if self.on_cpu else 8192):
+    def _attentions(self, dtype: str, sizes: tuple[int, ...] = ()) -> Iterator[Operation]:
+        """Attention over (batch, queries, keys); or one of `sizes`, with heads, key/value heads and width besides."""
+        heads, kv_heads, dim = sizes[3:] or (self.request.heads, self.request.kv_heads, self.request.head_dim)
+        usual = self.sizes or attention_sizes(1024 if self.on_cpu else 8192)
+        for batch, queries, keys in [sizes[:3]] if sizes else usual:
             causal = queries == keys
             pairs = queries * (queries + 1) / 2 if causal else queries * keys
             flops = 4.0 * batch * heads * pairs * dim

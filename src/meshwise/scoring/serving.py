@@ -223,6 +223,7 @@ def _at_best_rates(scenario: ServingScenario, layouts: ServingSetup) -> float:
     Decoding may go along with prompts, whose step reads the weights for both: then only attention adds up.
     """
     problem = replace(scenario.problem, calibration=_BEST)
+    layouts = replace(layouts, chunk=None)  # prompts apart from what is generated
     e = estimate_serving(problem, layouts, problem.network, count=False)
     between = layouts.batch / max(e.output - 1, 1) / layouts.prefill_batch
     prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.decode))
@@ -234,7 +235,7 @@ def _expected(scenario: ServingScenario, e: ServingEstimate, what: Compared) -> 
     """Seconds (or bytes) of what a row measures.
 
     Static batches: all prompts are prefilled together, and output - 1 decode steps follow. Continuous batching: the
-    closed forms of `estimate_serving`, in which prompts are prefilled between decode steps.
+    closed forms of `estimate_serving`, in which prompts go along with steps that decode.
     """
     if what == "memory":
         held = needed_bytes(_memory(scenario, e))

@@ -54,6 +54,7 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
     problem = ServingProblem(model, load, cluster, _calibration(run, calibration, cluster.chip))
     batch = _batch(run, layouts[0].replicas)
     together = batch if run.is_static else _prompts_together(batch, load)
+    chunk = None if run.is_static else _STEP_TOKENS  # a prompt goes along with what is generated, as engines do
     of_engine = []
     if calibration == "fitted" and _engine(run) is None:
         taken = {"vllm": "vLLM", "jax": "JAX"}[problem.calibration.name.removeprefix("fitted+")]
@@ -61,7 +62,7 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
     return ServingScenario(
         run=run,
         problem=problem,
-        candidates=tuple(ServingSetup("aggregated", x, x, batch, together) for x in layouts),
+        candidates=tuple(ServingSetup("aggregated", x, x, batch, together, chunk) for x in layouts),
         assumed=(*of_model, *of_cluster, *of_precision, *of_engine, *of_layout, *of_lengths),
     )
 
