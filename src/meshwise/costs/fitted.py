@@ -33,6 +33,7 @@ class Software:
         gap: seconds between operations; None for `_GAP`.
         beside_exchanges, late_sends, scattered_sends, adds_gradients: as in `Calibration`.
         uneven_ring: as in `Calibration`.
+        measured: whether steps of it, or of what differs in kernels alone, were compared with measured ones.
         rests_on: sources of measured steps by which its numbers, or that it is a software of its own, were decided.
     """
 
@@ -50,6 +51,7 @@ class Software:
     scattered_sends: bool = False
     adds_gradients: bool = False
     uneven_ring: bool = False
+    measured: bool = True
     rests_on: tuple[str, ...] = ()
 
 
@@ -102,12 +104,13 @@ SOFTWARE = {
             "pytorch", "PyTorch FSDP, DeepSpeed and the like, 2024 and later: eager, FlashAttention 2",
             flash=2, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
             source="eager-2023's operations, later kernels; until 2.6 its rings of attention hold positions in order",
-            uneven_ring=True,
+            uneven_ring=True, measured=False,
         ),
         Software(
             "pytorch-compiled", "the same under torch.compile: elementwise operations fused",
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=False, graphs=False,
             source="pytorch's, with operations fused as in Transformer Engine", uneven_ring=True,
+            measured=False,
         ),
         Software(
             "xla", "JAX: elementwise operations fused by XLA, a step launched as one program",
@@ -276,7 +279,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         permute_passes=_PERMUTES if on_tpu else 1.0,
         uneven_ring=software.uneven_ring,
         collective_matmul=family.collective_matmul if overlapped is None else overlapped,
-        doubts=_doubts(chip, family.name),
+        doubts=(*_doubts(chip, family.name), *(() if software.measured else ("unnamed",))),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
 

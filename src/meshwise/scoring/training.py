@@ -128,7 +128,7 @@ def _layout(run: TrainingRun, model: Model, cluster: Cluster) -> tuple[dict[str,
     if tp > 1:
         choices["sequence_parallel"] = run.sp is None or run.sp > 1
     if cp > 1:
-        choices["context_method"] = "ring"
+        choices["context_method"] = "gather" if chip.vendor == "google" else "ring"  # MaxText gathers keys and values
     if pp > 1:
         choices["schedule"] = "interleaved" if (run.vpp or 1) > 1 else "1f1b"
         choices["virtual_stages"] = run.vpp or 1
