@@ -279,12 +279,12 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         permute_passes=_PERMUTES if on_tpu else 1.0,
         uneven_ring=software.uneven_ring,
         collective_matmul=family.collective_matmul if overlapped is None else overlapped,
-        doubts=(*_doubts(chip, family.name), *(() if software.measured else ("unnamed",))),
+        doubts=(*_unmeasured(chip, family.name), *(() if software.measured else ("unnamed",))),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
 
 
-def _doubts(chip: Chip, family: str) -> tuple[str, ...]:
+def _unmeasured(chip: Chip, family: str) -> tuple[str, ...]:
     if family not in _MEASURED:
         return ("family",)
     return () if chip.name in _MEASURED[family] else ("chip",)

@@ -40,9 +40,7 @@ SPREADS = {
     "micro_batch": Spread(0.10, "the microbatch is not known"),
     "mixture": Spread(0.14, "kernels and exchanges of experts change between releases by a quarter"),
     "engine": Spread(0.12, "releases of serving engines, their settings, and lengths of requests differ"),
-    "unnamed": Spread(
-        0.12, "the software is not known, or was not measured: kernels and overlap may be others'"
-    ),
+    "unnamed": Spread(0.12, "the software is not known, or was not measured: kernels and overlap may be others'"),
     "chip": Spread(0.10, "no steps of this chip were measured, of others of its family were"),
     "anchored": Spread(0.05, "what one layout is off by for reasons of its own, beside measured ones"),
     "family": Spread(0.14, "no steps of such chips were measured; families keep 60 to 79 % of their peak in matmuls"),
