@@ -6,9 +6,9 @@ import pytest
 
 import meshwise
 from meshwise.cli.main import main
-from meshwise.commands.profile import diagnose
+from meshwise.commands.profile import diagnose, planned_of
 from meshwise.profile import read_traces
-from tests.profile.traces import PAX, TRACES
+from tests.profile.traces import PAX, SGLANG, TRACES
 
 MODEL = "D=256 F=512 L=2 N=4 K=4 H=64 V=512"
 FSDP, TENSOR = (str(TRACES / f"{name}.xplane.pb.gz") for name in ("own_fsdp4_remat", "own_tensor4"))
@@ -21,7 +21,7 @@ def planned(layout, model=MODEL, on="v5e:2x2", batch_tokens="4Ki", seq_len=256):
 
 
 def beside(trace, layout, **job):
-    found = diagnose(read_traces([trace]), planned(layout, **job))
+    found = diagnose(read_traces([trace]), planned_of(planned(layout, **job)))
     return found.beside, found
 
 
@@ -105,6 +105,22 @@ def test_the_command_takes_a_plan_or_a_job(tmp_path, capsys):
 def test_what_does_not_go_together_is_refused(capsys, words, said):
     assert main(["profile", FSDP, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_decode_step_stands_beside_its_estimate(capsys, tmp_path):
+    """SGLang, Qwen3-8B, 32 requests of 1,024 tokens on MI300X: a step replayed from a graph, without shapes."""
+    job = ["--model", "qwen3-8b", "--on", "mi300x:1", "--layout", "tensor=1", "--batch", "32", "--context", "1024"]
+    assert main(["profile", SGLANG, *job, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    terms = {t["name"]: (1e3 * t["predicted_s"], 1e3 * t["measured_s"]) for t in found["terms"]}
+    assert terms["matmuls"] == pytest.approx((4.31, 5.74), rel=0.03)
+    assert terms["attention"] == pytest.approx((1.24, 2.13), rel=0.1)
+    assert sum(t["predicted_s"] for t in found["terms"]) == pytest.approx(found["plan"]["step_s"])
+    assert sum(t["measured_s"] for t in found["terms"]) == pytest.approx(found["step_s"])
+    assert found["joined_share"] > 0.95
+    assert main(["profile", SGLANG, *job, "--seq-len", "8"]) == 2
+    assert "--batch and --context are of serving" in capsys.readouterr().err
+    assert main(["profile", SGLANG, *job, "--save-step", str(tmp_path / "x.csv")]) == 2
 
 
 @pytest.mark.jax  # starts JAX and compiles a training step; proves that a run ends with its profile

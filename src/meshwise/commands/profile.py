@@ -6,21 +6,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.estimate_serve import EstimateServeRequest
 from meshwise.commands.estimate_train import plan_given
-from meshwise.commands.plan_files import read_plan, write_file
-from meshwise.commands.requests import File, Flag, Request, attributes
+from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
+from meshwise.commands.requests import File, Flag, Request, attributes, validated
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, parse_count
 from meshwise.costs.machine import check_new, write_new, write_rows
 from meshwise.hardware import Chip, parse_cluster
 from meshwise.profile import profile_traces, read_traces
-from meshwise.profile.beside import Planned, beside_plan
+from meshwise.profile.beside import Planned, PlannedServing, beside_plan, beside_serving
 from meshwise.profile.causes import find_causes
 from meshwise.profile.compare import compare
 from meshwise.profile.diagnosis import Diagnosis
@@ -29,6 +30,7 @@ from meshwise.profile.trace import Trace
 from meshwise.report.profile import profile_report
 from meshwise.report.profile_pictures import profile_perfetto, profile_svg
 from meshwise.search import Plan
+from meshwise.search.plan import ServingPlan
 
 
 def _paths(value: Any) -> Any:
@@ -42,7 +44,18 @@ class ProfileRequest(Request):
 
     positional = ("traces",)
     sections: ClassVar = {
-        "Beside a plan": ("plan", "model", "on", "layout", "batch_tokens", "seq_len", "precision"),
+        "Beside a plan": (
+            "plan",
+            "model",
+            "on",
+            "layout",
+            "batch_tokens",
+            "seq_len",
+            "batch",
+            "context",
+            "phase",
+            "precision",
+        ),
         "Trace": ("against", "step"),
     }
 
@@ -66,6 +79,12 @@ class ProfileRequest(Request):
     """With --model: tokens of a step, of all devices."""
     seq_len: Annotated[int | None, Quantity("tokens", parse_count, format_count, "4096")] = Field(default=None, gt=0)
     """With --model: tokens of a sequence."""
+    batch: int | None = Field(default=None, gt=0)
+    """With --model, of a serving engine: requests of one step, instead of --batch-tokens."""
+    context: Annotated[int | None, Quantity("tokens", parse_count, format_count, "4096")] = Field(default=None, gt=0)
+    """With --batch: tokens of each request's cache, or of its prompt."""
+    phase: Literal["decode", "prefill"] = "decode"
+    """With --batch, or a serving plan: which step was traced."""
     precision: str | None = None
     """With --model: number formats, as 'estimate train' takes them."""
     against: Annotated[
@@ -80,9 +99,15 @@ class ProfileRequest(Request):
     @model_validator(mode="after")
     def _whole_plan(self) -> ProfileRequest:
         """Refuse half a plan, and two."""
-        job = {"--layout": self.layout, "--on": self.on, "--batch-tokens": self.batch_tokens, "--seq-len": self.seq_len}
+        serves = self.batch is not None or self.context is not None
+        sizes = {"--batch": self.batch, "--context": self.context} if serves else {
+            "--batch-tokens": self.batch_tokens, "--seq-len": self.seq_len
+        }  # fmt: skip
+        job = {"--layout": self.layout, "--on": self.on, **sizes}
         lacking = [name for name, value in job.items() if value is None]
         given = [name for name, value in job.items() if value is not None and name != "--on"]
+        if serves and (self.batch_tokens is not None or self.seq_len is not None):
+            raise ValueError("--batch and --context are of serving, --batch-tokens and --seq-len of training")
         if self.plan is not None and (self.model is not None or given):
             raise ValueError("--plan has model, job and layout in it; leave out --model and its options")
         if self.model is not None and lacking:
@@ -91,15 +116,38 @@ class ProfileRequest(Request):
             raise ValueError(f"{', '.join(given)}: without --model there is nothing to plan; give it, too")
         return self
 
-    def planned(self) -> Plan | None:
+    def planned(self) -> Planned | PlannedServing | None:
         """The plan that was asked for, None if none was."""
+        if self.plan is not None and kind_of_plan(self.plan) == "serving":
+            return _serving(read_plan(self.plan, ServingPlan), self.phase)
         if self.plan is not None:
-            return read_plan(self.plan, Plan)
+            return planned_of(read_plan(self.plan, Plan))
         if self.model is None:
             return None
-        names = ("on", "layout", "batch_tokens", "seq_len", "precision")
-        job = {name: value for name, value in attributes(self, *names).items() if value is not None}
-        return plan_given(self.model, job)
+        if self.batch is None:
+            names = ("on", "layout", "batch_tokens", "seq_len", "precision")
+            return planned_of(plan_given(self.model, _given(self, *names)))
+        load = {"prompt": self.context, "output": 1, "batch": self.batch}
+        load |= {"prefill_batch": self.batch} if self.phase == "prefill" else {}
+        asked = _given(self, "on", "layout", "precision") | {"model": self.model, **load}
+        return _serving(validated(EstimateServeRequest, asked).plan(), self.phase)
+
+
+def _given(request: Request, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in attributes(request, *names).items() if value is not None}
+
+
+def _serving(plan: ServingPlan, phase: Literal["decode", "prefill"]) -> PlannedServing:
+    """One step of a serving plan as profiles take it."""
+    setup, engine = plan.estimate.setup, plan.estimate.decode if phase == "decode" else plan.estimate.prefill
+    layout, batch = (setup.decode, setup.batch) if phase == "decode" else (setup.prefill, setup.prefill_batch)
+    text = f"{layout}, {phase} of {batch} requests"
+    return PlannedServing(text, engine.seconds, engine.terms, plan.problem.cluster.chip)
+
+
+def planned_of(plan: Plan) -> Planned:
+    """A training plan as profiles take it."""
+    return Planned(plan.problem, plan.fabric, plan.layout, plan.estimate)
 
 
 class _Files(Request):
@@ -134,7 +182,7 @@ def profile(request: ProfileRequest) -> Diagnosis:
 
 
 def diagnose(
-    traces: Sequence[Trace], plan: Plan | None, *, chip: Chip | None = None, step: str | None = None
+    traces: Sequence[Trace], plan: Planned | PlannedServing | None, *, chip: Chip | None = None, step: str | None = None
 ) -> Diagnosis:
     """Profile traces, beside a plan if there is one.
 
@@ -145,11 +193,11 @@ def diagnose(
         step: regular expression of the markers that are steps.
     """
     if plan is not None and not any(device.chip for trace in traces for device in trace.devices):
-        chip = chip or plan.problem.cluster.chip
+        chip = chip or plan.chip
     found = profile_traces(traces, chip=chip, step=step)
     beside = None
     if plan is not None:
-        beside = beside_plan(found, Planned(plan.problem, plan.fabric, plan.layout, plan.estimate))
+        beside = beside_serving(found, plan) if isinstance(plan, PlannedServing) else beside_plan(found, plan)
     return Diagnosis(found, find_causes(found, beside), beside)
 
 
@@ -177,12 +225,14 @@ def show_profile(screen: Screen, request: ProfileRequest, files: _Files) -> None
     check_new(files.save)
     check_new(files.save_step)
     found = profile.answer(request)
-    if files.save_step is not None and found.beside is None:
-        raise MeshwiseError(f"--save-step {files.save_step}: the row names model and layout; give --plan, or --model")
+    plan = found.beside.plan if found.beside else None
+    if files.save_step is not None and not isinstance(plan, Planned):
+        words = "the row is of a training step, and names model and layout; give --plan, or --model"
+        raise MeshwiseError(f"--save-step {files.save_step}: {words}")
     write_file("--svg", files.svg, lambda: profile_svg(found))
     write_file("--perfetto", files.perfetto, lambda: profile_perfetto(found))
     if files.save is not None:
         write_rows(files.save, operation_rows(found.profile))
-    if files.save_step is not None and found.beside is not None:
-        write_new(files.save_step, step_row(found.profile, found.beside))
+    if files.save_step is not None and isinstance(plan, Planned):
+        write_new(files.save_step, step_row(found.profile, plan))
     screen.show(profile_report(found, request.echo() | files.echo()))

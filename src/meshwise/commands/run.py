@@ -121,12 +121,12 @@ def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | 
 
 def _profiled(report: Report, folder: str, plan: Plan) -> Report:
     """The report of a run, ended by that of its profile beside the plan."""
-    from meshwise.commands.profile import diagnose  # noqa: PLC0415  (an optional extra, as what follows)
+    from meshwise.commands.profile import diagnose, planned_of  # noqa: PLC0415  (an optional extra, as what follows)
     from meshwise.profile import read_traces  # noqa: PLC0415
     from meshwise.report.profile import profile_report  # noqa: PLC0415
 
     try:
-        found = profile_report(diagnose(read_traces([folder]), plan), {})
+        found = profile_report(diagnose(read_traces([folder]), planned_of(plan)), {})
     except MissingDependencyError as error:
         return replace(report, not_modelled=(*report.not_modelled, f"the profile in {folder}: {error}"))
     data = {"answer": found.answer, **found.data}

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwise.costs.breakdown import Breakdown
-from meshwise.costs.estimate import Estimate, estimate_training
+from meshwise.costs.estimate import Estimate, Interval, estimate_training
 from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
+from meshwise.hardware import Chip
 from meshwise.profile.joining import Joined, Joiner, base_name
 from meshwise.profile.optimes import OpTime
 from meshwise.profile.profile import Profile
@@ -34,6 +35,46 @@ class Planned:
     fabric: Fabric
     layout: Layout
     estimate: Estimate
+
+    @property
+    def text(self) -> str:
+        """The layout."""
+        return str(self.layout)
+
+    @property
+    def step(self) -> Interval:
+        """Seconds of a step."""
+        return self.estimate.step_time
+
+    @property
+    def chip(self) -> Chip:
+        """The accelerator."""
+        return self.problem.cluster.chip
+
+    def mfu(self, step_s: float) -> float | None:
+        """Model FLOPs over what the chips could do in a measured step."""
+        return self.estimate.model_flops / (step_s * self.estimate.num_chips * self.estimate.peak_flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedServing:
+    """One step of a serving engine.
+
+    Args:
+        text: its layout and its load.
+        step: seconds.
+        terms: expected seconds by name; they add up to `step.expected`.
+        chip: the accelerator.
+    """
+
+    text: str
+    step: Interval
+    terms: Mapping[str, float]
+    chip: Chip
+
+    def mfu(self, step_s: float) -> float | None:  # noqa: ARG002
+        """Not said of serving."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +122,7 @@ class Beside:
         same_chip: whether the plan is for the chip that was traced.
     """
 
-    plan: Planned
+    plan: Planned | PlannedServing
     terms: tuple[Term, ...]
     rows: tuple[BlockRow, ...]
     joined: Mapping[str, float]
@@ -96,7 +137,7 @@ class Beside:
     @property
     def step_s(self) -> float:
         """Seconds of a step as planned."""
-        return self.plan.estimate.step_time.expected
+        return self.plan.step.expected
 
     def term(self, name: str) -> Term:
         """A term by name; all zero if neither side has it."""
@@ -119,8 +160,51 @@ def beside_plan(profile: Profile, plan: Planned) -> Beside:
     return Beside(
         plan, _terms(profile, plan, matched, scale), _rows(breakdown, matched), dict(joined),
         again * scale[Activity.COMPUTE] if any(f.weighty for _, f in matched if f.unplanned) else 0.0,
-        profile.chip is not None and profile.chip.name == plan.problem.cluster.chip.name,
+        profile.chip is not None and profile.chip.name == plan.chip.name,
     )  # fmt: skip
+
+
+#: Categories of operations whose time is that of products, and of attention; all others are elementwise.
+_PRODUCTS, _ATTENTION = ("matmul", "convolution"), ("attention", "recurrence", "softmax")
+
+
+def beside_serving(profile: Profile, plan: PlannedServing) -> Beside:
+    """Join a profile of an engine to the terms of its step, which are kinds of operations; idle time is the host's."""
+    measured: dict[str, float] = defaultdict(float)
+    joined: dict[str, float] = defaultdict(float)
+    matched = [(time, _serving_term(time, plan.terms)) for time in profile.ops]
+    busy, scale = sum(time.seconds for time, _ in matched) or 1.0, _scale(profile, [(t, Joined()) for t, _ in matched])
+    for time, (how, term) in matched:
+        if time.kind.activity == Activity.COLLECTIVE:
+            measured[term] += time.exposed * scale[Activity.COLLECTIVE]
+        elif time.kind.activity != Activity.COPY:
+            measured[term] += time.seconds * scale[Activity.COMPUTE]
+        if how:
+            joined[how] += time.seconds / busy
+    parts = profile.partition_s
+    measured["host"] += parts["idle"]
+    measured[COPIES] += parts["exposed_copy"]
+    measured[WAITING] += parts["waiting"]
+    names = dict.fromkeys((*plan.terms, *measured))
+    terms = (Term(n, 0.0, plan.terms.get(n, 0.0), measured.get(n, 0.0)) for n in names)
+    same = profile.chip is not None and profile.chip.name == plan.chip.name
+    return Beside(plan, tuple(t for t in terms if t.predicted or t.measured), (), dict(joined), 0.0, same)
+
+
+def _serving_term(time: OpTime, terms: Mapping[str, float]) -> tuple[str, str]:
+    """How an operation is joined, and to which term."""
+    op = time.kind
+    if op.collective is not None and op.activity == Activity.COLLECTIVE:
+        wanted = "expert" if op.collective.kind == "all-to-all" else "tensor"
+        sending = [n for n in (wanted, "tensor", "expert", "cache", "context", "fsdp", "width") if terms.get(n)]
+        return ("collective", sending[0]) if sending else ("", OTHER)
+    if op.activity == Activity.COPY:
+        return "", COPIES
+    if op.category in _PRODUCTS:
+        return "category", "matmuls"
+    if op.category in _ATTENTION:
+        return "category", "attention"
+    return ("", OTHER) if op.category in ("other", "custom", "host") else ("category", "elementwise")
 
 
 def _scale(profile: Profile, matched: list[tuple[OpTime, Joined]]) -> Mapping[Activity, float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import date
 
 from meshwise.costs.machine import MeasuredOperation
-from meshwise.profile.beside import Beside
+from meshwise.profile.beside import Planned
 from meshwise.profile.optimes import OpTime
 from meshwise.profile.profile import Profile
 from meshwise.profile.trace import Activity
@@ -65,9 +65,8 @@ def _collectives(profile: Profile) -> Iterator[dict[str, object]]:
         }  # fmt: skip
 
 
-def step_row(profile: Profile, beside: Beside) -> str:
+def step_row(profile: Profile, plan: Planned) -> str:
     """The whole step as a training run, under a header: what `meshwise calibrate` reads."""
-    plan = beside.plan
     problem, layout, sizes = plan.problem, plan.layout, plan.problem.model.sizes
     row = {
         "id": "profile", "source": ", ".join(t.source for t in profile.traces), "chip": problem.cluster.chip.name,

@@ -109,8 +109,7 @@ def mfu(diagnosis: Diagnosis) -> float | None:
     beside, step_s = diagnosis.beside, diagnosis.profile.step_s
     if beside is None or not beside.same_chip or not step_s:
         return None
-    estimate = beside.plan.estimate
-    return estimate.model_flops / (step_s * estimate.num_chips * estimate.peak_flops_per_s)
+    return beside.plan.mfu(step_s)
 
 
 def _rates(diagnosis: Diagnosis) -> str:
@@ -242,7 +241,7 @@ def assumptions(diagnosis: Diagnosis) -> Iterator[str]:
     profile, beside = diagnosis.profile, diagnosis.beside
     if beside is not None and not beside.same_chip:
         ran = profile.chip.title if profile.chip else profile.devices[0].lane.device.chip or "an unknown chip"
-        yield f"the plan is for {beside.plan.problem.cluster.chip.title}, this ran on {ran}: do not compare times"
+        yield f"the plan is for {beside.plan.chip.title}, this ran on {ran}: do not compare times"
     yield "profiling slows the host down: idle time of a run that is not profiled is shorter"
     if profile.chip is not None:
         known = sum(t.seconds for t in profile.ops if t.kind.flops)

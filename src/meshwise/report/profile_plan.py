@@ -23,12 +23,12 @@ def terms_table(beside: Beside | None) -> RenderableType | None:
         return None
     columns: Columns = {
         "term": lambda t: t.name.replace("_", " "),
-        ">lower": lambda t: format_time(t.lower) if t.predicted else "-",
+        ">lower": lambda t: format_time(t.lower) if t.lower else "-",
         ">planned": lambda t: format_time(t.predicted) if t.predicted else "-",
         ">measured": lambda t: format_time(t.measured),
         ">difference": lambda t: f"{'+' if t.difference > 0 else '-'}{format_time(abs(t.difference))}",
     }
-    return tabulate(columns, beside.terms, title=f"beside the plan, {spaced(beside.plan.layout)}")
+    return tabulate(columns, beside.terms, title=f"beside the plan, {spaced(beside.plan.text)}")
 
 
 def joined_line(beside: Beside | None) -> RenderableType | None:
@@ -42,7 +42,7 @@ def joined_line(beside: Beside | None) -> RenderableType | None:
 
 def rows_table(beside: Beside | None) -> RenderableType | None:
     """Operations of the plan that differ most."""
-    if beside is None:
+    if beside is None or not beside.rows:
         return None
     columns: Columns = {
         "block": "block",
@@ -58,7 +58,7 @@ def beside_data(beside: Beside | None) -> dict[str, Any]:
     """The JSON fields."""
     if beside is None:
         return {"joined_share": None, "joined": {}, "terms": [], "plan": None, "blocks": []}
-    estimate = beside.plan.estimate
+    step = beside.plan.step
     return {
         "joined_share": beside.joined_share,
         "joined": dict(beside.joined),
@@ -67,8 +67,7 @@ def beside_data(beside: Beside | None) -> dict[str, Any]:
              "difference_s": t.difference} for t in beside.terms
         ],
         "plan": {
-            "layout": str(beside.plan.layout), "step_s": estimate.step_time.expected,
-            "lower_s": estimate.step_time.lower, "upper_s": estimate.step_time.upper,
+            "layout": beside.plan.text, "step_s": step.expected, "lower_s": step.lower, "upper_s": step.upper,
         },
         "blocks": [
             {"block": r.block, "operation": r.operation, "when": r.when, "predicted_s": r.predicted,

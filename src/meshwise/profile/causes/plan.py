@@ -14,6 +14,9 @@ from meshwise.profile.causes.cause import Cause
 #: Causes that explain why the passes take longer than planned.
 _OF_PASSES = ("attention-not-fused", "elementwise-not-fused", "slow-matmul", "layout-change", "unplanned-recompute")
 
+#: Terms of training and of serving that compute.
+_COMPUTING = ("forward", "backward", "matmuls", "attention", "elementwise")
+
 
 def plan_causes(beside: Beside, found: Sequence[Cause]) -> Iterator[Cause]:
     """What the plan tells besides.
@@ -30,16 +33,16 @@ def plan_causes(beside: Beside, found: Sequence[Cause]) -> Iterator[Cause]:
         )
         change = "make the program keep what the plan keeps: no jax.checkpoint or checkpoint_wrapper around the layers"
         yield Cause("unplanned-recompute", again, evidence, change, "the forward pass is computed again, unplanned")
-    passes = [t for t in beside.terms if t.name in ("forward", "backward")]
+    passes = [t for t in beside.terms if t.name in _COMPUTING]
     more = sum(t.difference for t in passes)
     explained = again + sum(c.seconds for c in found if c.name in _OF_PASSES)
     if more > explained and beside.same_chip:
         worst = next((r for r in beside.rows if r.measured and r.when in ("forward", "backward")), None)
         most = f", most in {worst.operation} of {worst.block}, {worst.when}" if worst and worst.operation else ""
         evidence = (
-            f"forward and backward take {format_time(sum(t.measured for t in passes))}, "
+            f"{', '.join(t.name for t in passes)} take {format_time(sum(t.measured for t in passes))}, "
             f"{format_time(sum(t.predicted for t in passes))} planned; other causes explain "
             f"{format_time(explained)}{most}"
         )
         change = "compare operation by operation (--details): kernels, number formats, sizes, the chip's calibration"
-        yield Cause("slower-than-planned", more - explained, evidence, change, "the passes are slower than planned")
+        yield Cause("slower-than-planned", more - explained, evidence, change, "computation is slower than planned")

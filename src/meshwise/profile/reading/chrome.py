@@ -7,6 +7,7 @@ here: what the events mean (`kineto`, `jax_json`).
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,9 @@ else:
         raise MissingDependencyError(hint) from error
 
 T = TypeVar("T")
+
+#: Microseconds: a trace is no longer than this, and no time is later.
+_LONGEST, _LATEST = 1e12, 1e18
 
 #: Picoseconds in a nanosecond: the finest that JSON traces hold.
 _NANOSECOND = 1000
@@ -135,15 +139,18 @@ def picoseconds(value: Number, base: float) -> int | None:
             value = float(value)
         except ValueError:
             return None
-    if value is None or value != value or abs(value) == float("inf"):  # noqa: PLR0124  (NaN)
+    if value is None or not abs(value - base) < _LONGEST:  # not a number, either
         return None
     return round((value - base) * 1000) * _NANOSECOND
 
 
 def first_time(events: tuple[Event, ...]) -> float:
-    """The earliest time of timed events, microseconds; 0 without any."""
-    times = (e.ts for e in events if e.ph in ("X", "B") and isinstance(e.ts, int | float))
-    return min(times, default=0.0)
+    """The earliest time of timed events, microseconds; 0 without any. Single ones weeks apart do not count."""
+    found = [e.ts for e in events if e.ph in ("X", "B") and isinstance(e.ts, int | float) and abs(e.ts) < _LATEST]
+    if not found:
+        return 0.0
+    usual = statistics.median_low(found)
+    return min(time for time in found if abs(time - usual) < _LONGEST)
 
 
 def complete(events: tuple[Event, ...]) -> Iterator[tuple[Event, Number]]:
