@@ -31,7 +31,7 @@ from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import frontier
 from meshwise.exports.serving import (
-    SERVING_TARGETS,
+    SERVING_TOOLS,
     asked_serving_tools,
     check_serving_tools,
     parse_serving_tools,
@@ -94,7 +94,7 @@ class ServeRequest(ModelOnCluster, ServingConditions):
         tuple[str, ...], Flag("TOOLS"), BeforeValidator(parse_serving_tools, json_schema_input_type=str | Sequence[str])
     ] = Field(
         default=(),
-        description=f"Engines of which at least one has to run the plan: {', '.join(SERVING_TARGETS)}, or none for any "
+        description=f"Engines of which at least one has to run the plan: {', '.join(SERVING_TOOLS)}, or none for any "
         "plan; by default, plans are searched for those of the chip.",
     )
 

@@ -21,9 +21,10 @@ from meshwise.commands.plan_files import kind_of_plan, read_plan
 from meshwise.commands.requests import File, Flag, ModelName, Request
 from meshwise.commands.simulate_serve import Seconds, read_engine_costs
 from meshwise.core.dtypes import DType
-from meshwise.core.errors import LayoutError, MeshwiseError, MissingDependencyError
+from meshwise.core.errors import MeshwiseError, MissingDependencyError
 from meshwise.core.units import Quantity, format_bytes, parse_bytes
 from meshwise.costs.engine import EngineCosts
+from meshwise.exports.serving import check_served_by
 from meshwise.models import Model, load_model
 from meshwise.report.engine import ServeResult, serve_report
 from meshwise.runtime.devices import load_jax
@@ -106,30 +107,24 @@ class ServeRequest(Request):
         return self.api_key or os.environ.get("MESHWISE_API_KEY") or None
 
 
-def _asked(request: ServeRequest) -> tuple[Model, Layout, EngineCosts | None, dict[str, Any]]:
+def _asked(request: ServeRequest, say: Tell) -> tuple[Model, Layout, EngineCosts | None, dict[str, Any]]:
     """The model, its layout, what its steps are predicted to take, and the limits that a plan sets.
 
     Raises:
-        MeshwiseError: a plan of training, or one that the engine cannot run.
+        MeshwiseError: a plan of training.
+        HandoverError: a plan that the engine cannot run.
     """
     costs = None if request.costs is None else read_engine_costs(request.costs)
     if kind_of_plan(request.model) is None:
         return load_model(request.model), Layout(tensor=request.tensor), costs, {}
     plan = read_plan(request.model, ServingPlan)
-    if plan.setup.mode == "disaggregated":
-        raise LayoutError("serve: prefill and generation apart are planned, but not yet executed; plan another --mode")
-    if plan.problem.load.draft_tokens:
-        raise LayoutError("serve: draft tokens are planned, but not yet executed; plan without them")
+    check_served_by("meshwise", plan)
     system = simulator_setup(plan.problem, plan.setup)
-    sizes = {axis: n for axis, n in plan.setup.decode.sizes.items() if n > 1}
-    if others := sorted(set(sizes) - {"tensor"}):
-        raise LayoutError(
-            f"serve: {others[0]}={sizes[others[0]]} is planned, but not yet executed by the engine, which splits over "
-            "tensor alone; ask 'meshwise estimate serve' for such a layout"
-        )
+    if system.replicas > 1:
+        say(f"the plan has {system.replicas:,} engines; this process is one of them, with its share of the load")
     own = system.scheduling
     limits = {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
-    return plan.problem.model, Layout(tensor=sizes.get("tensor", 1)), costs or system.costs, limits
+    return plan.problem.model, Layout(tensor=plan.setup.decode.tensor), costs or system.costs, limits
 
 
 @verb(ServeRequest)
@@ -148,7 +143,7 @@ def show_serve(screen: Screen, request: ServeRequest) -> None:
     for library in ("starlette", "uvicorn", "prometheus_client", "jinja2", "tokenizers"):
         if importlib.util.find_spec(library) is None:
             raise MissingDependencyError(f"serve needs the library {library}: pip install 'meshwise[serve]'")
-    model, layout, costs, planned = _asked(request)
+    model, layout, costs, planned = _asked(request, screen.say)
     load_jax()
     result = _served(request, model, layout, costs, planned, screen.progress, screen.say)
     screen.show(serve_report(result, request.echo()))

@@ -44,7 +44,7 @@ def suggestions(request: type[Request], name: str) -> tuple[str, ...]:
     """Values that a field may take, where some are known by name."""
     from meshwise.commands.fit import FitRequest  # noqa: PLC0415  (loaded where somebody asks, as all below)
     from meshwise.exports import TARGETS  # noqa: PLC0415
-    from meshwise.exports.serving import SERVING_TARGETS  # noqa: PLC0415
+    from meshwise.exports.serving import SERVING_TOOLS  # noqa: PLC0415
     from meshwise.hardware import SliceRules, aliases, chips, machines, networks  # noqa: PLC0415
     from meshwise.jobs import PRECISIONS, SERVING_PRECISIONS, ServingConditions  # noqa: PLC0415
     from meshwise.jobs.serving_precision import PUBLISHED  # noqa: PLC0415
@@ -63,6 +63,6 @@ def suggestions(request: type[Request], name: str) -> tuple[str, ...]:
         case "precision":
             return (PUBLISHED, *SERVING_PRECISIONS) if serves else tuple(PRECISIONS)
         case "tool":
-            return tuple(SERVING_TARGETS if serves else TARGETS)
+            return tuple(SERVING_TOOLS if serves else TARGETS)
         case _:
             return ()

@@ -2,7 +2,9 @@
 
 from meshwise.exports.serving.targets import (
     SERVING_TARGETS,
+    SERVING_TOOLS,
     asked_serving_tools,
+    check_served_by,
     check_serving_tools,
     hand_over_serving,
     parse_serving_tools,
@@ -12,7 +14,9 @@ from meshwise.exports.serving.targets import (
 
 __all__ = [
     "SERVING_TARGETS",
+    "SERVING_TOOLS",
     "asked_serving_tools",
+    "check_served_by",
     "check_serving_tools",
     "hand_over_serving",
     "parse_serving_tools",

@@ -9,7 +9,7 @@ from meshwise.core.errors import UnknownNameError
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.exports.exported import Exported, Refusals
-from meshwise.exports.serving import jetstream, sglang, tensorrt_llm, vllm
+from meshwise.exports.serving import jetstream, own_engine, sglang, tensorrt_llm, vllm
 from meshwise.exports.serving.choices import (
     Engine,
     EngineRules,
@@ -48,6 +48,18 @@ SERVING_TARGETS: Mapping[str, EngineTarget] = {
 }
 
 
+#: Engines that `--tool` may ask for: those, and our own, of which nothing is written.
+SERVING_TOOLS = (*SERVING_TARGETS, "meshwise")
+
+
+def _rules(name: str) -> EngineRules:
+    return own_engine.RULES if name == "meshwise" else SERVING_TARGETS[name].rules
+
+
+def _title(name: str) -> str:
+    return own_engine.TITLE if name == "meshwise" else SERVING_TARGETS[name].title
+
+
 def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
     """Write a serving plan as the configuration of an engine.
 
@@ -72,7 +84,7 @@ def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
 def _check_taken(name: str, choices: ServingChoices, refusals: Refusals) -> None:
     choices.check_known(refusals)
     for pool in choices.pools:
-        refusals.apply(SERVING_TARGETS[name].rules, pool)
+        refusals.apply(_rules(name), pool)
     refusals.check()
 
 
@@ -84,13 +96,22 @@ def check_serving_tools(plan: ServingPlan, tools: Sequence[ServingTool]) -> None
     """
     if tools and not any(tool.runs(plan.setup) for tool in tools):
         name = tools[0].name
-        _check_taken(name, ServingChoices(plan.problem, plan.estimate), Refusals(SERVING_TARGETS[name].title))
+        check_served_by(name, plan)
+
+
+def check_served_by(name: str, plan: ServingPlan) -> None:
+    """Refuse a plan that an engine cannot run.
+
+    Raises:
+        HandoverError: what it cannot express, each with its reason and the nearest that it can.
+    """
+    _check_taken(name, ServingChoices(plan.problem, plan.estimate), Refusals(_title(name)))
 
 
 def serving_refusals_of(name: str, problem: ServingProblem) -> Refusals:
     """What an engine cannot express of a load, whatever the layout: the model, formats, the chip."""
-    refusals = Refusals(SERVING_TARGETS[name].title)
-    refusals.apply(SERVING_TARGETS[name].rules, Engine(problem, "serve", ServingLayout()))
+    refusals = Refusals(_title(name))
+    refusals.apply(_rules(name), Engine(problem, "serve", ServingLayout()))
     return refusals
 
 
@@ -100,7 +121,7 @@ def serving_tools_for(problem: ServingProblem, names: Iterable[str] = SERVING_TA
 
 
 def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
-    known, rules = not unknown_serving_load(problem.load), SERVING_TARGETS[name].rules
+    known, rules = not unknown_serving_load(problem.load), _rules(name)
 
     def takes(kind: str, layout: ServingLayout, prefill_batch: int, chunk: int | None) -> bool:
         engine = Engine(problem, kind, layout, prefill_batch, chunk)
@@ -111,7 +132,7 @@ def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
 
 def parse_serving_tools(value: str | Iterable[str]) -> tuple[str, ...]:
     """As `parse_tools`, of engines."""
-    return parse_names(value, SERVING_TARGETS)
+    return parse_names(value, SERVING_TOOLS)
 
 
 def asked_serving_tools(problem: ServingProblem, names: tuple[str, ...]) -> tuple[ServingTool, ...]:

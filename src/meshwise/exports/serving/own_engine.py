@@ -1,0 +1,59 @@
+"""What `meshwise serve` cannot execute of a plan, as a table of rules beside those of other engines.
+
+Not here: executing it (`engine`), or writing it for other engines.
+"""
+
+from __future__ import annotations
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.exports.exported import Rule
+from meshwise.exports.serving.choices import Engine, EngineRules, formats_of, whole_heads
+from meshwise.runtime.refusals import HELD, check_model
+
+TITLE = "meshwise serve"
+
+
+def _why(engine: Engine) -> str:
+    """What execution says of the model, "" where it has no objection."""
+    try:
+        check_model(engine.model)
+    except MeshwiseError as error:
+        return str(error)
+    return ""
+
+
+def _no_axis(name: str) -> Rule[Engine]:
+    def size(c: Engine) -> int:
+        return int(getattr(c.layout, name))
+
+    return Rule(
+        lambda c: size(c) > 1,
+        lambda c: f"{name}={size(c)}",
+        "its engine splits over tensor alone",
+        f"tensor with replicas, or plan serve --forbid {name}",
+    )
+
+
+#: What it cannot execute.
+RULES: EngineRules = (
+    whole_heads(copies=False),
+    *map(_no_axis, ("width", "cache", "context", "expert", "fsdp", "stage")),
+    Rule(lambda c: bool(_why(c)), "model {c.model.name}", _why, "another engine"),
+    Rule(
+        lambda c: c.apart,
+        "mode=disaggregated", "it does not send caches to other engines", "--mode aggregated",
+    ),
+    Rule(
+        lambda c: c.chip.devices_per_chip > 1,
+        "chip {c.chip.title}", "JAX sees several devices in each", "a chip with one device",
+    ),
+    Rule(
+        lambda c: c.load.draft_tokens > 0,
+        "draft_tokens={c.load.draft_tokens}", "it does not speculate", "--draft-tokens 0",
+    ),
+    Rule(
+        lambda c: c.load.formats.activations not in HELD,
+        "activations={c.load.formats.activations.value}", "it computes in bf16 or fp32", "bf16",
+    ),
+    *formats_of({}, (), none="it keeps weights as wide as activations", kv="kv as activations are"),
+)  # fmt: skip
