@@ -283,6 +283,19 @@ def test_where_nothing_fits_more_chips_are_a_link(page):
     assert "/train?model=llama-3-70b&on=v5e:64&batch-tokens=64Ki&seq-len=4096" in words.values()
 
 
+def test_the_name_that_was_meant_is_a_link(page):
+    found = page.get("/train?model=llama-3-8c&on=v5e:4x8&batch-tokens=512Ki&seq-len=4096")
+    assert found.status_code == 400
+    assert (
+        'href="/train?model=llama-3-8b&amp;on=v5e:4x8&amp;batch-tokens=512Ki&amp;seq-len=4096">llama-3-8b</a>'
+        in found.text
+    )
+    assert (
+        'href="/roofline?expression=fp32%5BN%5D%20-%3E%20fp32%5BN%5D&amp;on=v5e"'
+        in page.get("/roofline?expression=fp32[N]+->+fp32[N]&on=v5q").text
+    )
+
+
 def test_collectives_are_stepped_through(page):
     verb, pairs = parse_command(ASKED["shard"])
     start, step = (page.get(f"{link(verb, pairs)}&step={n}&device=3").text for n in (0, 1))

@@ -97,8 +97,10 @@ def timeline(answered: Answered) -> str | None:
 
 
 def nearest(answered: Answered) -> list[tuple[str, str]]:
-    """Where nothing is feasible: what fits there, and the same question on more chips."""
+    """What to look at in place of a failure: what fits there, the same on more chips; the name that was meant."""
     given = dict(answered.pairs)
+    if answered.kind == "UnknownNameError":
+        return _meant(answered)
     if answered.kind != "InfeasibleError" or "model" not in given or "on" not in given:
         return []
     found = [("what fits there", link("fit", (("model", given["model"]), ("on", given["on"]))))]
@@ -113,3 +115,20 @@ def nearest(answered: Answered) -> list[tuple[str, str]]:
             continue
         found.append((f"the same on {more}", link(answered.verb, changed(answered.verb, answered.pairs, on=more))))
     return found
+
+
+def _meant(answered: Answered) -> list[tuple[str, str]]:
+    """The same question with the nearest names in place of one that is not known."""
+    unknown = re.search(r"unknown [\w ]+ '([^']+)'\. Nearest: ([^ ]+(?:, [^ ]+)*)[.]", answered.message)
+    if unknown is None:
+        return []
+    keys = [key for key, text in answered.pairs if unknown[1] in text.split(":")[0]]
+    texts = dict(answered.pairs)
+    return [
+        (
+            name,
+            link(answered.verb, changed(answered.verb, answered.pairs, **{key: texts[key].replace(unknown[1], name)})),
+        )
+        for key in keys[:1]
+        for name in unknown[2].split(", ")
+    ]
