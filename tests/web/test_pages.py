@@ -296,6 +296,15 @@ def test_the_name_that_was_meant_is_a_link(page):
     )
 
 
+def test_while_a_slider_is_held_no_breakdown_is_made(page):
+    verb, pairs = parse_command(ASKED["roofline"])
+    whole, held = (page.get(link(verb, pairs), headers=more).text for more in ({}, {"x-held": "1"}))
+    assert "Breakdown" in whole
+    assert "Breakdown" not in held
+    shown = r'(?s)<section id="answer".*?</section>|<div id="shown">.*?\n</div>'
+    assert re.findall(shown, whole) == re.findall(shown, held)
+
+
 def test_collectives_are_stepped_through(page):
     verb, pairs = parse_command(ASKED["shard"])
     start, step = (page.get(f"{link(verb, pairs)}&step={n}&device=3").text for n in (0, 1))

@@ -58,7 +58,7 @@ def test_a_search_is_answered_cancelled_and_survived():
             await asyncio.sleep(0.2)
             process.send_signal(signal.SIGKILL)
             await last.done.wait()
-        assert last.answered.kind == "Bug"
+        assert last.answered.kind == "Ended"
         assert "has ended (-9)" in last.answered.message
         await searches.close()
         assert process.returncode == -9

@@ -105,11 +105,11 @@ def _is_quick(verb: str, pairs: Pairs) -> bool:
     return verb in _QUICK or (verb.startswith("estimate") and ("changes", "no") in pairs)
 
 
-async def find_here(verb: str, pairs: Pairs) -> Answered:
+async def find_here(verb: str, pairs: Pairs, *, explained: bool = True) -> Answered:
     """Answer a question in a thread of this process."""
     if any(Path(text).exists() for _, text in pairs if len(text) < _LONGEST_PATH and "\0" not in text):
-        return await run_in_threadpool(answer, verb, pairs)  # a file may change
-    return await run_in_threadpool(_remembered, verb, pairs)
+        return await run_in_threadpool(partial(answer, verb, pairs, explained=explained))  # a file may change
+    return await run_in_threadpool(partial(_remembered, verb, pairs, explained=explained))
 
 
 async def find(request: Request, verb: str, pairs: Pairs, *, waiting: bool = True) -> Answered:
@@ -122,7 +122,7 @@ async def find(request: Request, verb: str, pairs: Pairs, *, waiting: bool = Tru
     """
     searches: Searches | None = request.app.state.searches
     if searches is None or _is_quick(verb, pairs):
-        return await find_here(verb, pairs)
+        return await find_here(verb, pairs, explained="x-held" not in request.headers)
     key = (verb, pairs, waiting)
     if (known := searches.known(key)) is not None:
         return known

@@ -141,14 +141,14 @@ class Searches:
         self._begin(self._warm())
 
     async def close(self) -> None:
-        """End all processes."""
-        for task in self._tasks:
-            task.cancel()
-        processes = [*self._idle, *(job.process for job in self._running.values() if job.process)]
-        for process in processes:
+        """End all processes; who waits is told so."""
+        for job in self._running.values():
+            job.cancelled = True
+        for process in [*self._idle, *(job.process for job in self._running.values() if job.process)]:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        await asyncio.gather(*(process.wait() for process in processes))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(process.wait() for process in self._idle))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -200,13 +200,13 @@ async def _heard(process: Process, job: Job) -> tuple[Answered, bool]:
             return Answered.from_json(message["answer"]), message["interrupted"]
         job.tell(message["progress"])
     await process.wait()
-    words = f"the process that searched has ended ({process.returncode}), perhaps for lack of memory; ask again"
-    return _failed(job, "Bug", words), True
+    why = "perhaps for lack of memory, or with the server"
+    return _failed(job, "Ended", f"the process that searched has ended ({process.returncode}), {why}; ask again"), True
 
 
 def _failed(job: Job, kind: str, words: str) -> Answered:
     verb, pairs, _ = job.key
-    return Answered(verb=verb, pairs=pairs, kind=kind, message=words, exit_code=1 if kind == "Bug" else 130)
+    return Answered(verb=verb, pairs=pairs, kind=kind, message=words, exit_code=130 if kind == "Interrupted" else 1)
 
 
 def _remember(kept: OrderedDict[K, V], key: K, value: V) -> None:

@@ -116,11 +116,19 @@ def _serve(listening: socket.socket) -> None:
     except ModuleNotFoundError as error:
         listening.close()
         raise MissingDependencyError(f"the page needs {error.name}: pip install 'meshwise[web]'") from None
-    config = uvicorn.Config(
-        make_app(), log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1
-    )
+
+    class Server(uvicorn.Server):
+        """Ends searches first, so that the pages that wait for them end, too."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """End."""
+            await app.state.searches.close()
+            await super().shutdown(sockets)
+
+    app = make_app()
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        Server(config).run(sockets=[listening])
     except KeyboardInterrupt:
         pass
     finally:

@@ -14,12 +14,12 @@ function gone(link) {
   box.hidden = false;
 }
 
-// Fetch the page of a link; null when a later move has replaced it.
-async function fetched(link) {
+// Fetch the page of a link; null when a later move has replaced it. While a slider is held no breakdown is made.
+async function fetched(link, held = false) {
   running?.abort();
   running = new AbortController();
   try {
-    const answer = await fetch(link, {signal: running.signal});
+    const answer = await fetch(link, {signal: running.signal, headers: held ? {"x-held": "1"} : {}});
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     one("#gone").hidden = true;
     return page;
@@ -69,7 +69,7 @@ function slider(row) {
     show();
     const link = links[input.value].getAttribute("href");
     from ??= location.pathname + location.search;
-    const page = await fetched(link);
+    const page = await fetched(link, true);
     if (page === null) return;
     shown = page;
     history.replaceState(null, "", link);
