@@ -28,6 +28,7 @@ ASKED = {
     "serve with a layout": "meshwise estimate serve llama-3-8b --on h100:8 --batch 64 --layout tensor=8 "
     "--prompt 1024 --output 256 --no-changes",
     "a problem": "meshwise book roofline.q2.Bcrit --set W_hbm=1.6e12",
+    "a rule": "meshwise rule critical-batch --on v5e --set w=1",
     "a chapter": "meshwise book roofline",
     "a chip": "meshwise chips h100",
 }
@@ -203,7 +204,7 @@ def test_two_are_compared(page, first, second):
 
 
 @pytest.mark.parametrize(
-    "name", ["train with a layout", "serve with a layout", "roofline", "shard", "model", "a problem"]
+    "name", ["train with a layout", "serve with a layout", "roofline", "shard", "model", "a problem", "a rule"]
 )
 def test_every_stop_of_a_slider_is_a_link_that_answers(page, name):
     verb, pairs = parse_command(ASKED[name])

@@ -92,7 +92,7 @@ class Guard:
 
 
 #: Verbs that answer at once, in this process.
-_QUICK = frozenset({"roofline", "shard", "collective", "model", "models", "chips", "clusters", "book"})
+_QUICK = frozenset({"roofline", "shard", "collective", "model", "models", "chips", "clusters", "book", "rule"})
 
 #: Seconds that a page waits for a search before it shows progress, and between looks whether its reader has gone.
 _PATIENCE, _LOOK = 0.4, 0.5

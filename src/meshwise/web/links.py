@@ -42,6 +42,7 @@ VERBS: Mapping[str, str] = {
     "shard": "shard:show_product",
     "collective": "collective:show_collective",
     "book": "book:show_book",
+    "rule": "rule:show_rule",
 }
 
 #: Options that say how a terminal shows an answer; a page shows it in all these ways.

@@ -232,6 +232,23 @@ def _book(answered: Answered, data: _Json) -> Iterator[Stops]:
         yield Stops(name, values, _plain(own))
 
 
+def _rule(answered: Answered, data: _Json) -> Iterator[Stops]:
+    """Of a rule each letter that is a number."""
+    given = dict(data["inputs"]["values"])
+    for name, letter in data.get("letters", {}).items():
+        own = letter["value"]
+        if isinstance(own, bool) or not isinstance(own, int | float) or not own:
+            continue
+        most = 1.0 if letter["unit"] == "%" else math.inf
+        values = {}
+        for number in sorted({own * factor for factor in _FACTORS}):
+            if number <= max(most, own) and (number == int(number) or own != int(own) or own >= _WHOLE):
+                new = given if number == own else {**given, name: _plain(number)}
+                asked = ",".join(f"{key}={text}" for key, text in new.items()) or None
+                values[_plain(number)] = link("rule", changed("rule", answered.pairs, set=asked))
+        yield Stops(name, values, _plain(own))
+
+
 #: Numbers below it that are whole count something.
 _WHOLE = 2**24
 
@@ -256,4 +273,5 @@ _FOUND: Mapping[str, Callable[[Answered, _Json], Iterator[Stops]]] = {
     "shard": _shard,
     "model": _model,
     "book": _book,
+    "rule": _rule,
 }

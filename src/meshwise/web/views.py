@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwise.book import CHAPTERS, problems
+from meshwise.costs.rules import RULES
 from meshwise.hardware import chips
 from meshwise.models import model_names
 from meshwise.web.links import Pairs, options, parse_command, query
@@ -123,6 +124,13 @@ VIEWS: Mapping[str, View] = {
             example='meshwise collective all-gather "bf16[1024, 4096_X]" --mesh X=16 --on v5e:16x16',
         ),
         View(
+            name="rule",
+            title="Rules",
+            question="What does a rule of the book say, solved for any of its letters?",
+            verb="rule",
+            example="meshwise rule",
+        ),
+        View(
             name="book",
             title="Book",
             question="What does the book ask, and is my answer right?",
@@ -198,6 +206,8 @@ def named(verb: str) -> Mapping[str, str]:
         case "book":
             known = (*CHAPTERS, *(p.id.rsplit(".", 1)[0] for p in problems().values()), *problems())
             return {name: link(verb, (("problem", name),)) for name in known}
+        case "rule":
+            return {name: link(verb, (("name", name),)) for name in RULES}
         case "models":
             return {name: link("model", (("model", name),)) for name in model_names()}
         case "chips":
