@@ -391,5 +391,6 @@ _FIRST = (
 
 async def _warm() -> None:
     """Load what answers in this process, before a slider asks for it."""
+    await asyncio.sleep(1)  # the first page goes before
     for command in _FIRST:
         await find_here(*parse_command(command))
