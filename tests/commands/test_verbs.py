@@ -169,3 +169,8 @@ def test_the_public_list_is_what_can_be_loaded():
     assert dir(meshwise) == sorted(meshwise.__all__)
     for name in meshwise.__all__:
         assert getattr(meshwise, name) is not None
+
+
+def test_a_zero_byte_is_refused_by_the_name_of_its_parameter():
+    with pytest.raises(MeshwiseError, match=r"model: expected text, found a zero byte in it"):
+        meshwise.estimate_train("llama\0", **TRAIN, layout="fsdp=64")

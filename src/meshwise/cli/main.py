@@ -254,7 +254,7 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             where = error.ctx.command_path if error.ctx else "meshwise"
             meant = OPTIONS.get(error.option_name)
             told = f"no option {error.option_name}: {meant}" if meant else error.format_message()
-            return _Failure("UsageError", f"{told}\nSee '{where} --help'.", 2)
+            return _Failure("UsageError", f"{short(told)}\nSee '{where} --help'.", 2)
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else "meshwise"
             return _Failure("UsageError", f"{short(error.format_message())}\nSee '{where} --help'.", 2)

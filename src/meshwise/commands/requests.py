@@ -226,6 +226,8 @@ def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str
     Raises:
         MeshwiseError: in the words of `names`; a field's own error keeps its class.
     """
+    if torn := next((name for name, value in values.items() if isinstance(value, str) and "\0" in value), None):
+        raise MeshwiseError(f"{(names or {}).get(torn, torn)}: expected text, found a zero byte in it")
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
