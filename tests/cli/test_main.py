@@ -126,7 +126,16 @@ def test_words_are_completed(words, found):
 
 def warned(done):
     """What stderr says besides progress on a slow machine, and which devices were looked for in vain."""
-    usual = ("searching ", "compiling", "reading weights", "step ", "scoring: ", "constant ", "no GPU driver found")
+    usual = (
+        "searching ",
+        "what fits of ",
+        "compiling",
+        "reading weights",
+        "step ",
+        "scoring: ",
+        "constant ",
+        "no GPU driver found",
+    )
     lines = done.err.splitlines()
     told = [line for line in lines if not line.startswith(usual) and "Ctrl-C ends" not in line]
     return [line for line in told if not re.fullmatch(r"\d+ of \d+ requests are over.*", line)]
