@@ -24,7 +24,7 @@ from meshwise.book import CHAPTERS, VERDICTS, Solution, problems, solve
 _PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 
 #: Folders whose index lists the pages beside it.
-_LISTED = ("strategies/index", "decisions/index")
+_LISTED = ("strategies/index", "decisions/index", "guides/index")
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
 _CODE_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)*(?:[\w-]+/)*[\w.-]+\.(?:py|toml|csv|json|txt|ipynb))\)")
