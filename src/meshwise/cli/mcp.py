@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mcp import types
     from mcp.server import Server, ServerRequestContext
 
-#: Verbs that are no tools: they measure this machine, train on it, or write tables of files.
-_LEFT_OUT = frozenset({"bench", "run", "sweep"})
+#: Verbs that are no tools: they measure or occupy this machine, open the network, or write tables of files.
+_LEFT_OUT = frozenset({"bench", "load", "run", "serve", "sweep"})
 
 _ABOUT = (
     "meshwise plans how to train and serve large language models on TPUs and GPUs: layouts, step times, memory, cost. "
