@@ -23,12 +23,12 @@ def load(name: str):
 
 generate = load("generate")
 reference = generate.script("reference")  # the same, so that a command runs once for both
-PROSE = [p for p in generate.PAGES if p.name not in ("reference.md", "__init__.pyi")]
+PROSE = [p for p in generate.PAGES if p.name not in ("reference.md", "__init__.pyi", "llms.txt")]
 ALL = sorted({*generate.PAGES, *(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"})
 
 
-#: Slow because they search thousands of chips and run for minutes; they prove that no number on them is out of date.
-SLOW = ("planning.md", "worked-plans.md")
+#: Slow because they search thousands of chips, or plan several times; they prove that no number on them is out of date.
+SLOW = ("planning.md", "worked-plans.md", "train.md", "own-cluster.md", "six-steps.md")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -138,3 +139,12 @@ def test_cluster_checks_itself():
     with pytest.raises(ClusterError, match="at least one chip and one slice, found 0 and 1"):
         Cluster("x", v5p, 0, torus)
     assert parse_cluster("v5p:4x4x4").replace(name="pod").name == "pod"
+
+
+@pytest.mark.parametrize("name", ["v2", "v4", "v5e", "v5p"])
+def test_all_counts_are_those_that_have_a_shape(name):
+    rules = networks()[name]
+    counts = rules.slice_counts()
+    assert counts[-1] == rules.largest_num_chips
+    for count, larger in itertools.pairwise(counts[:13]):
+        assert rules.counts_near(count)[-1] == larger

@@ -171,7 +171,7 @@ def _letters(chosen: Rule, request: RuleRequest) -> dict[str, Given]:
         model = load_model(request.model)
         found |= {n: Given(n, v, model.name) for n, v in _of_model(model, chosen).items() if n in chosen.letters}
     if cluster is not None:
-        of = _of_cluster(cluster, request.dtype)
+        of = _of_cluster(cluster, request.dtype, counts="counts" in chosen.letters)
         found |= {name: Given(name, *of[name]) for name in chosen.letters if name in of}
     for name, text in request.values.items():
         found[name] = Given(name, _number(chosen, name, text), "given")
@@ -213,7 +213,7 @@ def _of_model(model: Model, chosen: Rule) -> dict[str, float]:
 _Filled = tuple[float | list[float], str, str]
 
 
-def _of_cluster(cluster: Cluster, dtype: DType) -> dict[str, _Filled]:
+def _of_cluster(cluster: Cluster, dtype: DType, *, counts: bool) -> dict[str, _Filled]:
     """Letters of a chip, of its networks, and where it is more than one chip, of the cluster."""
     chip = cluster.chip
     found: dict[str, _Filled] = {
@@ -230,6 +230,9 @@ def _of_cluster(cluster: Cluster, dtype: DType) -> dict[str, _Filled]:
         found |= {"chips": (cluster.num_chips, cluster.name, ""), "slices": (cluster.num_slices, cluster.name, "")}
     if cluster.dcn_bandwidth_per_chip_one_way:
         found["W_dcn"] = cluster.dcn_bandwidth_per_chip_one_way, cluster.name, ""
+    rules = networks().get(chip.network)
+    if counts and isinstance(rules, SliceRules):
+        found["counts"] = list(rules.slice_counts()), rules.title, rules.source.title
     return found | (_of_torus(cluster, cluster.network) if isinstance(cluster.network, Torus) else _of_tree(cluster))
 
 
@@ -245,23 +248,12 @@ def _of_chip(chip: Chip, field: str) -> _Filled:
 def _of_torus(cluster: Cluster, torus: Torus) -> dict[str, _Filled]:
     document = _document(cluster.chip, "link_bandwidth_one_way")
     found: dict[str, _Filled] = {"W": (2 * torus.link_bandwidth_one_way, cluster.chip.title, document)}
-    rules = networks().get(cluster.chip.network)
-    if isinstance(rules, SliceRules):
-        found["counts"] = [float(n) for n in _slice_sizes(rules)], rules.title, rules.source.title
     if torus.num_chips > 1:
         long = [axis for axis in torus.axes if axis.size > 1]
         hops = sum(axis.size // 2 if axis.wraps else axis.size - 1 for axis in long)
         found["longest"] = max(axis.size for axis in long), cluster.name, ""
         found |= {"hops": (hops, f"corners of {cluster.name}", ""), "links": (len(long), cluster.name, "")}
     return found
-
-
-def _slice_sizes(rules: SliceRules) -> list[int]:
-    """Chips of the slices that exist, rising."""
-    sizes = [1]
-    while (larger := rules.counts_near(sizes[-1])[-1]) > sizes[-1]:
-        sizes.append(larger)
-    return sizes
 
 
 def _of_tree(cluster: Cluster) -> dict[str, _Filled]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,6 +101,22 @@ class SliceRules:
         below = next((n for n in range(min(num_chips - 1, self.largest_num_chips), 0, -1) if self._shapes(n)), None)
         above = next((n for n in range(num_chips + 1, self.largest_num_chips + 1) if self._shapes(n)), None)
         return tuple(n for n in (below, above) if n is not None)
+
+    def slice_counts(self) -> tuple[int, ...]:
+        """All counts of chips that a slice can have, rising."""
+        limit = self.largest_num_chips
+        sizes = [n for n in range(1, limit + 1) if self._exists((n,) * self.num_axes)]
+
+        def shapes(head: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+            left = self.num_axes - len(head)
+            if left == 0:
+                yield head
+            for size in (n for n in sizes if left and n >= max(head, default=1)):
+                if math.prod(head) * size**left > limit:
+                    return
+                yield from shapes((*head, size))
+
+        return tuple(sorted({math.prod(s) for s in shapes(()) if self._exists(s) and self._fits(s)}))
 
     def _nearest(self, num_chips: int) -> str:
         counts = ([num_chips] if self._shapes(num_chips) else []) + list(self.counts_near(num_chips))
