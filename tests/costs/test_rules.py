@@ -314,6 +314,17 @@ def test_switches_carry_what_their_ports_do():
     assert value("switches-above", below=32, uplinks=32, ports=64) == 16
 
 
+@given(st.integers(2, 32), st.integers(2, 72), st.floats(1e3, 1e12))
+def test_what_enters_and_leaves_switches_is_what_members_need(nodes, n, num_bytes):
+    """Each of all GPUs lacks all but its own part, and each node all but its own."""
+    letters = {"bytes": num_bytes, "nodes": nodes}
+    to_gpus = nodes * n * (num_bytes - num_bytes / (nodes * n))
+    to_spine = nodes * num_bytes / nodes
+    assert nodes * value("node-egress", n=n, **letters) == pytest.approx(to_gpus + to_spine)
+    assert value("spine-egress", **letters) == pytest.approx(nodes * (num_bytes - num_bytes / nodes))
+    assert value("node-ingress", **letters) == pytest.approx(num_bytes)
+
+
 # What every rule has.
 
 #: Numbers with which every rule has a value; those of lists stand apart.

@@ -64,7 +64,7 @@ METHODS: Mapping[str, Method] = {
     "q4.Bcrit_hbm*": f"W = W_hbm; {_INT8}",
     "q4.vmem_bw": "ratio*W_hbm",
     "q4.Bcrit_vmem": f"W = ratio*W_hbm; {_INT8}",
-    "q4.time_*": "max(2*B*D*F/C_int8, (D*F + B*(D + F))/W_hbm)",
+    "q4.time_*": by_rule("matmul-time", C="C_int8", b=1, w=1),
     "q5.first_byte": _HOPS,
     "q5.bytes": "prod(array)*bytes",
     "q5.ports": "len(shape)",

@@ -8,6 +8,8 @@ from meshwise.book.problems import Method, by_rule
 
 _SAVED = by_rule("saved-activations", b="bytes", arrays="per_layer", tokens="tokens")
 
+_ATTENTION = by_rule("attention-intensity", B="B", N="K*G")
+
 METHODS: Mapping[str, Method] = {
     "dots.dot": "2*P",
     "dots.matvec": "2*N*P",
@@ -41,10 +43,10 @@ METHODS: Mapping[str, Method] = {
     "q2.total": "2*B*D*F/(X*Y) * X*Y*Z",
     "q2.per_chip": "2*B*D*F / (X*Y)",
     "q3.flops": "2*I*J*K*L*M*N*O",
-    "q4.prefill": "4*B*T*S*K*G*H / (2*(2*B*T*K*G*H + 2*B*S*K*H))",
-    "q4.decode": "4*B*T*S*K*G*H / (2*(2*B*T*K*G*H + 2*B*S*K*H))",
+    "q4.prefill": _ATTENTION,
+    "q4.decode": _ATTENTION,
     "q4.decode_verdict": "'yes' if S*G/(S + G) > C_bf16/W_hbm else 'no'",
-    "q4.S_crit": "C_bf16/W_hbm * (G + 1)/G",
+    "q4.S_crit": by_rule("attention-prefill", C="C_bf16", N="G", K=1),
     "q5.T": "2*D",
     # The scores and their product with the values are worked out again.
     "q6.remat": "4*B*T**2*N*H",

@@ -28,6 +28,7 @@ LETTERS: Mapping[str, Letter] = {
     "hops": Letter("links between two chips; corner to corner unless given"),
     "links": Letter("links of a chip towards the other", default=1),
     "node": Letter("GPUs of a node"),
+    "nodes": Letter("nodes"),
     "chips": Letter("chips"),
     "slices": Letter("slices that a data-center network joins", default=1),
     "counts": Letter("chips of the slices that exist", "sizes"),
@@ -88,6 +89,7 @@ LETTERS: Mapping[str, Letter] = {
     # What comes out.
     "flops": Letter("operations", "FLOPs"),
     "bytes": Letter("bytes", "bytes"),
+    "bytes_through": Letter("bytes through the switches", "bytes"),
     "intensity": Letter("operations a byte"),
     "t": Letter("time", "s"),
     "t_prefill": Letter("time of a prefill", "s"),

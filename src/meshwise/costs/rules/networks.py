@@ -96,6 +96,24 @@ NETWORKS = (
         'GPUs, "networking"',
     ),
     rule(
+        "node-ingress",
+        "bytes_through = bytes/nodes + bytes*(nodes - 1)/nodes",
+        "bytes into the switches of a node in an AllGather over nodes: from its GPUs, and from the other nodes",
+        'GPUs, "collectives", question 1',
+    ),
+    rule(
+        "node-egress",
+        "bytes_through = bytes/nodes + n*(bytes - bytes/(nodes*n))",
+        "bytes out of the switches of a node in an AllGather over nodes: to the other nodes, and to its GPUs",
+        'GPUs, "collectives", question 1',
+    ),
+    rule(
+        "spine-egress",
+        "bytes_through = nodes * bytes*(nodes - 1)/nodes",
+        "bytes out of the switches above the nodes in an AllGather",
+        'GPUs, "collectives", question 1',
+    ),
+    rule(
         "switches-above",
         "switches = ceil(below*uplinks/ports)",
         "switches that take all cables of those below",
