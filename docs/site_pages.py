@@ -85,7 +85,7 @@ class Chapter(_Markdown):
 
 def _problem(solution: Solution) -> Iterator[str]:
     problem, how = solution.problem, solution.explanation
-    printed = "nothing" if problem.printed is None else f"{problem.printed} {problem.unit}"
+    printed = "nothing" if problem.printed is None else _shown(problem.printed, problem.unit)
     yield f"## {problem.short}"
     yield ""
     yield f"{_plain(problem.question)}"
@@ -102,6 +102,10 @@ def _problem(solution: Solution) -> Iterator[str]:
     yield ""
 
 
+def _shown(value: float | str, unit: str) -> str:
+    return value if isinstance(value, str) else f"{value:,.6g} {unit}"
+
+
 def _plain(text: str) -> str:
     """Text whose stars, brackets and dollars mean themselves."""
     return re.sub(r"([*_\[\]<>`$|\\])", r"\\\1", text)
@@ -113,7 +117,8 @@ class Functions(_Markdown):
     def run(self) -> list[nodes.Node]:
         """Write them in the order of the package."""
         names = [name for name in meshwise.__all__ if not name.startswith("_")]
-        return self.parsed("\n".join(line for name in sorted(names) for line in _function(name)))
+        names.sort(key=lambda name: (inspect.isclass(getattr(meshwise, name)), name))  # functions, then classes
+        return self.parsed("\n".join(line for name in names for line in _function(name)))
 
 
 def _function(name: str) -> Iterator[str]:
@@ -125,7 +130,9 @@ def _function(name: str) -> Iterator[str]:
     yield "```"
     yield ""
     yield "```text"
-    yield from (inspect.getdoc(value) or "").splitlines()
+    for line in (inspect.getdoc(value) or "").splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        yield from textwrap.wrap(line, 92, subsequent_indent=f"{indent}    ") or [""]
     yield "```"
     yield ""
 
@@ -136,7 +143,11 @@ def _signature(value: object) -> str:
         return ""
     text = str(inspect.signature(value))  # type: ignore[arg-type]
     parameters = [str(p) for p in inspect.signature(value).parameters.values()]  # type: ignore[arg-type]
-    return text if len(text) < 90 else "(\n    " + ",\n    ".join(p.replace("'", "") for p in parameters) + ",\n)"
+    return (
+        text
+        if len(text) < 90
+        else "(\n    " + ",\n    ".join(re.sub(r": '([^']*)'", r": \1", p) for p in parameters) + ",\n)"
+    )
 
 
 def missing_chapters(app: Sphinx) -> None:
