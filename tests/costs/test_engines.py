@@ -7,8 +7,9 @@ import pytest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS
+from meshwise.costs.calibration_files import calibration_text
 from meshwise.costs.engines import ENGINES, find_serving_calibration, serving_calibration
-from meshwise.costs.fitted import calibration_text, find_calibration
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.engine import engine_costs

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from meshwise.core.units import format_count, format_money
 from meshwise.costs.calibration import IDENTITY
+from meshwise.costs.calibration_files import calibration_text
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.fitted import calibration_text, find_calibration
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
