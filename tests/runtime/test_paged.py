@@ -30,7 +30,8 @@ def prefilled(model, weights, tokens, lengths, tables):
         at += count * ROW
     none = np.zeros((0, tables.shape[1]), np.int32)
     arrays = StepArrays(flat, positions, pages, none, held, np.asarray(last, np.int32))
-    return model.step(weights, model.empty_pool(), arrays)
+    pool = jax.tree.map(lambda a: a + np.nan, model.empty_pool())  # whatever was there before must not matter
+    return model.step(weights, pool, arrays)
 
 
 def decoded(model, weights, pool, tokens, *, positions, tables):

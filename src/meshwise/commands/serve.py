@@ -161,7 +161,7 @@ def _served(  # noqa: PLR0917 -- what `_asked` gives, and whom to tell
     """Launch, serve until told to end, and sum up."""
     from meshwise.engine.engine import Engine  # noqa: PLC0415 -- as all below, an optional extra
     from meshwise.engine.http.metrics import Metrics  # noqa: PLC0415
-    from meshwise.engine.http.server import bind, make_server, serve  # noqa: PLC0415
+    from meshwise.engine.http.server import LOOPBACK, bind, make_server, serve  # noqa: PLC0415
     from meshwise.engine.http.service import Service, Settings  # noqa: PLC0415
     from meshwise.engine.launch import BLOCK_TOKENS  # noqa: PLC0415
     from meshwise.engine.measured import Measurements, rounded  # noqa: PLC0415
@@ -182,9 +182,8 @@ def _served(  # noqa: PLR0917 -- what `_asked` gives, and whom to tell
         kept = Measurements((metrics,))
         engine = Engine(made.scheduling, made.blocks, made.executor, block_tokens=BLOCK_TOKENS, log=log, watcher=kept)
         name = request.name or model.name
-        settings = Settings(
-            name, made.longest, request.max_queue, int(request.max_body), request.timeout, request.key()
-        )
+        bounds = (made.longest, request.max_queue, int(request.max_body), request.timeout)
+        settings = Settings(name, *bounds, request.key(), model.vocab_size)
         service = Service(engine, vocabulary, settings, metrics)
         server = make_server(service, request.host, drain=request.drain, most=4 * request.max_queue)
         port = taken.getsockname()[1]
@@ -192,6 +191,8 @@ def _served(  # noqa: PLR0917 -- what `_asked` gives, and whom to tell
         begun = time.monotonic()
 
         def ready() -> None:
+            if request.host not in LOOPBACK and settings.api_key is None:
+                say(f"--host {request.host} is open to the network, to everybody: --api-key asks for a key")
             say(f"{name} at http://{request.host}:{port}/v1 ({made.hardware}); Ctrl-C ends")
             if timer is not None:
                 timer.start()

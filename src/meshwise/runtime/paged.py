@@ -155,7 +155,10 @@ def _attend_rows(
         logits = logits * masks.scale
         if masks.cap is not None:
             logits = masks.cap * jnp.tanh(logits / masks.cap)
-        seen = jax.vmap(masks.seen, (0, None))(positions, number * span + jnp.arange(span))[:, None, None]
+        places = number * span + jnp.arange(span)
+        seen = jax.vmap(masks.seen, (0, None))(positions, places)[:, None, None]
+        # What nobody wrote yet may be of a request before, and no number: 0 x NaN would be seen after all.
+        v = jnp.where((places > last_of_row)[..., None, None], 0, v)
         logits = jnp.where(seen, logits, -jnp.inf)
         more = jnp.maximum(largest, jnp.max(logits, axis=-1))
         finite = jnp.where(jnp.isfinite(more), more, 0.0)
@@ -166,6 +169,7 @@ def _attend_rows(
         )
         return more, total * before + jnp.sum(weights, axis=-1), out * before[..., None] + part
 
+    last_of_row = jnp.max(positions, axis=1, keepdims=True)
     low = jnp.min(jnp.where(real, _least_seen(positions, masks), _FAR))
     high = jnp.max(jnp.where(real, positions, -1))
     shape = (rows, kv_heads, heads // kv_heads, queries)

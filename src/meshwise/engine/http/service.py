@@ -31,6 +31,7 @@ class Settings:
         max_body: bytes of a request.
         timeout: seconds that a request may take.
         api_key: what requests must bring; None: nothing.
+        vocabulary: tokens that the model knows, where it may know fewer than its tokenizer.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Settings:
     max_body: int = 4 * 2**20
     timeout: float = 600.0
     api_key: str | None = None
+    vocabulary: int | None = None
 
 
 class Service:
@@ -85,7 +87,8 @@ class Service:
         longest = min(self.settings.longest, self.engine.most_tokens)
         if not tokens:
             raise HttpError(400, "prompt: expected at least one token, found none", "prompt")
-        vocabulary = self.vocabulary.tokenizer.get_vocab_size()
+        known = self.vocabulary.tokenizer.get_vocab_size()
+        vocabulary = min(known, self.settings.vocabulary or known)
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise HttpError(400, f"prompt: expected tokens from 0 to {vocabulary - 1:,}, found others", "prompt")
         if len(tokens) >= longest:
