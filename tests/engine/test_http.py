@@ -235,6 +235,12 @@ def test_a_client_that_goes_away_frees_its_pages(running, stream):
     assert running.engine.running.steps - steps < 40
 
 
+def test_answers_do_not_wait_for_acknowledgements():
+    taken = bind("127.0.0.1", 0)
+    assert taken.proto == socket.IPPROTO_TCP  # what asyncio asks for before it turns Nagle's algorithm off
+    taken.close()
+
+
 def test_keys_queues_and_time():
     with Running(key="secret", queue=2, timeout=0.2) as it:
         assert it.ask("/v1/models")[0].status == 401

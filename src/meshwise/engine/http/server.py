@@ -46,7 +46,8 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        taken = socket.socket(family, socket.SOCK_STREAM)
+        # Said to be TCP: else asyncio leaves Nagle's algorithm on, and answers wait 40 ms for an acknowledgement.
+        taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((host, port))
     except OSError as error:
