@@ -22,6 +22,7 @@ _NAMES = {
     "meshwise.commands.estimate_train": ("estimate_train",),
     "meshwise.commands.export": ("export",),
     "meshwise.commands.fit": ("fit",),
+    "meshwise.commands.hlo": ("explain", "explain_file"),
     "meshwise.commands.load": ("load",),
     "meshwise.commands.plan_serve": ("compare_serve", "plan_serve"),
     "meshwise.commands.plan_train": ("compare_train", "plan_train", "scale_train"),

@@ -25,6 +25,7 @@ SERVE = ["llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256",
 
 ENGINE = str(Path(__file__).parents[1] / "data" / "serving" / "engine.json")
 
+HLO = str(Path(__file__).parents[1] / "data" / "compiled" / "v5p_4x4x4_fsdp16_tensor4.hlo.gz")
 PLAN = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
 
 #: The questions of a sweep, in a folder that takes its rows.
@@ -42,6 +43,7 @@ WORKING = {
     "export": [PLAN, "--to", "megatron"],
     "simulate train": [PLAN],
     "simulate serve": [ENGINE, "--rate", "4", "--requests", "200", "--ttft", "200ms"],
+    "hlo": [HLO, "--on", "v5p:4x4x4", "--mesh", "fsdp=16,tensor=4"],
     "run": [
         SMALL,
         "--on",

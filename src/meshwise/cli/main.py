@@ -134,6 +134,7 @@ VERBS = {
     "simulate train": ("simulate_train:show_timeline", "Show one training step as a timeline."),
     "simulate serve": ("simulate_serve:show_simulation", "Serve requests over time by replicas of an engine."),
     "verify": ("verify:show_verification", "Compile a step for its target, and compare with the plan."),
+    "hlo": ("hlo:show_program", "Explain any compiled XLA program: memory, collectives, FLOPs, time."),
     "run": ("run:show_run", "Train, or generate, as a plan says on the devices that are there."),
     "profile": ("profile:show_profile", "Say where the time of a real run went, and why."),
     "serve": ("serve:show_serve", "Serve a model, or a plan, over HTTP by OpenAI's protocol."),

@@ -41,22 +41,34 @@ class Rates:
     """What a program runs on.
 
     Args:
-        chip: of the catalog.
+        chip: of the catalog, None for none.
         fabric: the network; factors, the extents of each mesh axis on its dimensions. None where nothing is known of
             it: collectives take no time then.
     """
 
-    chip: Chip
+    chip: Chip | None
     fabric: Fabric | None = None
     factors: Mapping[str, Sequence[float]] | None = None
 
+    @classmethod
+    def of_nothing(cls) -> Rates:
+        """Of no chip: everything takes no time."""
+        return cls(None)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the chip's memory."""
+        return math.inf if self.chip is None else self.chip.hbm_bandwidth
+
     def work(self, flops: float, dtype: str, num_bytes: float) -> float:
         """Seconds of one instruction at the roofline."""
-        return max(flops / self.peak(dtype) if flops else 0.0, num_bytes / self.chip.hbm_bandwidth)
+        return max(flops / self.peak(dtype) if flops else 0.0, num_bytes / self.bandwidth)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products of this element type; of one that the chip has no rate for, that of bf16 or fp16."""
         wanted = _FORMATS.get(dtype, DType.FP8 if dtype.startswith("f8") else DType.BF16)
+        if self.chip is None:
+            return math.inf
         rates = self.chip.flops_per_s
         if wanted is DType.FP32:  # as compilers do it unless told otherwise: one pass of a narrower format
             wanted = DType.TF32 if DType.TF32 in rates else DType.BF16
@@ -126,7 +138,7 @@ class Floor:
     @cached_property
     def memory(self) -> float:
         """Seconds of all bytes at the rate of the memory."""
-        return sum(m.bytes_per_step for m in movements(self.module)) / self.rates.chip.hbm_bandwidth
+        return sum(m.bytes_per_step for m in movements(self.module)) / self.rates.bandwidth
 
     @cached_property
     def collectives(self) -> tuple[Sent, ...]:
@@ -180,7 +192,7 @@ class Floor:
         for movement in movements(self.module):
             own = at(movement.scope)
             own["num_bytes"] += movement.bytes_per_step
-            own["memory"] += movement.bytes_per_step / self.rates.chip.hbm_bandwidth
+            own["memory"] += movement.bytes_per_step / self.rates.bandwidth
         for sent in self.collectives:
             own = at(sent.emitted.scope)
             own["received"] += sent.emitted.received_per_step

@@ -5,7 +5,7 @@ Not here: choosing wires (`planning`), or what a group of devices can send (`cos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,28 +33,40 @@ def place_devices(devices: Sequence[Any], layout: Layout) -> Any:
         raise CompilerError(f"layout {layout}: expected wires, which say where each mesh axis lies; plans have them")
     if len(devices) != layout.num_chips:
         raise CompilerError(f"layout {layout} has {layout.num_chips:,} chips, found {len(devices):,} devices")
-    factors = _factors(layout)
+    sizes = {axis: layout.sizes[axis] for axis in layout.used_axes} or {"data": 1}
+    wires = dict(layout.wires)
+    return arrange(devices, sizes, {axis: wires[axis] for axis in MESH_AXES if axis in wires})
+
+
+def arrange(devices: Sequence[Any], sizes: Mapping[str, int], wires: Mapping[str, Sequence[int]]) -> Any:
+    """Arrange devices as mesh axes lie on the network.
+
+    Args:
+        devices: of the target, in any order.
+        sizes: of the mesh axes, outermost first.
+        wires: mesh axis -> its extents on the network, axes in the order in which they nest, innermost first.
+
+    Returns: an array of the mesh's shape.
+    """
+    dimensions = max((len(extents) for extents in wires.values()), default=0)
+    factors = [(axis, wires[axis][d]) for d in range(dimensions) for axis in wires if wires[axis][d] > 1]
     ordered = np.empty(len(devices), dtype=object)
     ordered[:] = sorted(devices, key=_place)
     grid = ordered.reshape([extent for _, extent in reversed(factors)])  # outermost first
     names = [axis for axis, _ in reversed(factors)]
-    order = [d for axis in layout.used_axes for d, name in enumerate(names) if name == axis]
-    shape = tuple(layout.sizes[axis] for axis in layout.used_axes) or (1,)
-    return grid.transpose(order).reshape(shape)
+    order = [d for axis in sizes for d, name in enumerate(names) if name == axis]
+    return grid.transpose(order).reshape(tuple(sizes.values()))
 
 
 def device_mesh(placed: Any, layout: Layout) -> DeviceMesh:
     """Describe the mesh of placed devices: its axes, and the slices of its places where there are several."""
-    sizes = {axis: layout.sizes[axis] for axis in layout.used_axes} or {"data": 1}
+    return mesh_of(placed, {axis: layout.sizes[axis] for axis in layout.used_axes} or {"data": 1})
+
+
+def mesh_of(placed: Any, sizes: Mapping[str, int]) -> DeviceMesh:
+    """As `device_mesh`, of any mesh."""
     slices = tuple(_slice_of(device) for device in placed.reshape(-1))
-    return DeviceMesh(sizes, slices if len(set(slices)) > 1 else ())
-
-
-def _factors(layout: Layout) -> list[tuple[str, int]]:
-    """Mesh axes as they nest in the network, innermost first; an axis once for each dimension that it lies on."""
-    wires = dict(layout.wires or ())
-    dimensions = max((len(extents) for extents in wires.values()), default=0)
-    return [(a, wires[a][d]) for d in range(dimensions) for a in MESH_AXES if a in wires and wires[a][d] > 1]
+    return DeviceMesh(dict(sizes), slices if len(set(slices)) > 1 else ())
 
 
 def _slice_of(device: Any) -> int:

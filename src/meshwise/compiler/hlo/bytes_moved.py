@@ -270,11 +270,19 @@ def _of_computation(module: Module, computation: Computation) -> Iterator[tuple[
 
 def _moved(module: Module, computation: Computation, i: Instruction) -> tuple[int, int]:
     """Bytes read and written by one run of an instruction."""
+    known: dict[tuple[str, str], tuple[int, int]] = module.known.setdefault("moved", {})
+    key = computation.name, i.name
+    if key not in known:
+        known[key] = _read_and_written(module, computation, i)
+    return known[key]
+
+
+def _read_and_written(module: Module, computation: Computation, i: Instruction) -> tuple[int, int]:
     operands = [computation.by_name[name] for name in i.operands if name in computation.by_name]
     read, written = sum(_stored(o) for o in operands), _stored(i)
     match i.opcode:
         case "fusion":
-            read, written = _fused(module.computations[i.computation("calls")], operands, i)
+            read, written = _fused(module.computations[i.called[0]], operands, i)
         case "custom-call":
             read, written = _called(operands, i)
         case "slice-start":  # its shape: what it is cut from, the part, what it counts with

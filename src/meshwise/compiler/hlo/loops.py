@@ -74,6 +74,9 @@ def _work_out(  # noqa: PLR0911  (one for each kind of instruction)
     if i.opcode == "constant":
         return _constant(i)
 
+    if isinstance(i.shape, ArrayShape) and (i.shape.elements != 1 or i.shape.dtype[0] in "bf"):
+        return None  # no integer
+
     def operand(place: int) -> Value:
         source = computation.by_name.get(i.operands[place])
         return None if source is None else _of(module, computation, source, arguments, known)
@@ -152,6 +155,13 @@ class Execution:
 
 def executions(module: Module) -> Mapping[str, tuple[Execution, ...]]:
     """Find how often every computation runs: once for each place that calls it."""
+    if "executions" not in module.known:
+        module.known["executions"] = _executions(module)
+    known: Mapping[str, tuple[Execution, ...]] = module.known["executions"]
+    return known
+
+
+def _executions(module: Module) -> Mapping[str, tuple[Execution, ...]]:
     found: dict[str, list[Execution]] = defaultdict(list)
     _walk(module, module.main, Execution(1), found)
     return {name: tuple(runs) for name, runs in found.items()}
@@ -192,7 +202,12 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     annotated = _ANNOTATED.search(loop.tail)
     if annotated is not None:
         return int(annotated[1])
-    return _counted_out(module, computation, loop)
+    known = module.known.setdefault("trips", {})
+    key = computation.name, loop.name
+    if key not in known:
+        known[key] = _counted_out(module, computation, loop)
+    trips: int | None = known[key]
+    return trips
 
 
 def _counted_out(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -7,9 +7,10 @@ Not here: what the instructions mean (`groups`, `loops`, `traffic`, `bytes_moved
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from meshwise.compiler.hlo.shapes import Shape, parse_shape
 from meshwise.core.errors import CompilerError
@@ -19,6 +20,8 @@ _CALLED = re.compile(
     r"|(?:branch_computations|called_computations|calls)=\{([^}]*)\})"
 )
 _NAME = re.compile(r"%?([\w.\-]+)")
+#: What is quickly looked for: most instructions call nothing.
+_CALLS = ("calls=", "to_apply=", "body=", "computation", "condition=")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Instruction:
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it runs or applies."""
+        if not any(mark in self.tail for mark in _CALLS):
+            return ()
         return tuple(name for one, many in _CALLED.findall(self.tail) for name in (one, *_NAME.findall(many)) if name)
 
     def computation(self, attribute: str) -> str:
@@ -101,12 +106,16 @@ class Module:
         computations: name -> computation.
         entry: name of the one that is the program.
         header: the text of its attributes.
+        tables: of source lines, as text, by name.
+        known: what readers have worked out of it, by what it is, so that it is worked out once.
     """
 
     name: str
     computations: Mapping[str, Computation]
     entry: str
     header: str = field(default="", repr=False)
+    tables: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
+    known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def main(self) -> Computation:
@@ -115,9 +124,9 @@ class Module:
 
     @property
     def num_partitions(self) -> int:
-        """Devices that one program is split over."""
-        found = re.search(r"\bnum_partitions=(\d+)", self.header)
-        return int(found[1]) if found else 1
+        """Devices that one program is split over; of a program that is replicated instead, replicas."""
+        found = [re.search(rf"\b{name}=(\d+)", self.header) for name in ("num_partitions", "replica_count")]
+        return max(int(number[1]) if number else 1 for number in found)
 
     @property
     def scheduled(self) -> bool:
@@ -185,6 +194,7 @@ def read_module(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     found: list[Instruction] = []
+    tables: dict[str, list[str]] = {}
     for line in _whole_lines(text):
         if line.startswith("}"):
             computations[name] = Computation(name, tuple(found))
@@ -197,11 +207,13 @@ def read_module(text: str) -> Module:
             entry = name if match["entry"] else entry
         elif line.startswith(" ") and " = " in line:
             found.append(_instruction(line))
-        elif line.strip() and not _BETWEEN.match(line):
+        elif between := _BETWEEN.match(line):
+            tables.setdefault(between[1] or next(reversed(tables), ""), []).extend([] if between[1] else [line])
+        elif line.strip():
             raise CompilerError(f"HLO text: expected an instruction or a computation, found {line[:80]!r}")
     if not entry:
         raise CompilerError(f"HLO text: module {head['name']} has no ENTRY computation")
-    return Module(head["name"], computations, entry, head["header"])
+    return Module(head["name"], computations, entry, head["header"], tables)
 
 
 def _whole_lines(text: str) -> Iterator[str]:

@@ -15,12 +15,11 @@ from functools import cached_property
 
 from meshwise.compiler.hlo.bytes_moved import flops_of, moved_by
 from meshwise.compiler.hlo.groups import DeviceMesh
-from meshwise.compiler.hlo.loops import Execution, trip_count
+from meshwise.compiler.hlo.loops import trip_count
 from meshwise.compiler.hlo.reader import Computation, Instruction, Module
 from meshwise.compiler.hlo.traffic import Emitted, emitted_collectives
 
 _CHAIN = re.compile(r'chain_id="(\w+)"')
-_NOTHING = Execution(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,15 @@ class Schedule:
     def _links(self) -> Mapping[tuple[str, str], frozenset[str]]:
         """Mesh axes whose links a collective uses."""
         return {_key(one): frozenset(a.partition("/")[0] for a in one.axes) for one in self._emitted}
+
+    @cached_property
+    def _chains(self) -> Mapping[tuple[str, str], tuple[str, str]]:
+        """Number of a collective in steps -> the step that it is counted at."""
+        return {
+            (chain[1], _channel(one.instruction)): _key(one)
+            for one in self._emitted
+            if (chain := _CHAIN.search(one.instruction.tail)) is not None
+        }
 
     def _time(self, computation: Computation) -> float:
         if computation.name not in self._times:
@@ -155,20 +163,11 @@ class _Walk:
                 key = (inside.name, inner.name)
                 chain = _CHAIN.search(inner.tail) if "chain_id" in inner.tail else None
                 if chain is not None:
-                    key = self.whole_chain.get((chain[1], _channel(inner)), key)
+                    key = self.whole._chains.get((chain[1], _channel(inner)), key)
                 if key in self.whole._seconds:
                     found.append(key)
                 waiting += inner.called if inner.opcode in ("fusion", "call", "async-start") else ()
         return tuple(dict.fromkeys(found))
-
-    @cached_property
-    def whole_chain(self) -> Mapping[tuple[str, str], _Key]:
-        """Number of a collective in steps -> the step that it is counted at."""
-        return {
-            (chain[1], _channel(one.instruction)): _key(one)
-            for one in self.whole._emitted
-            if (chain := _CHAIN.search(one.instruction.tail)) is not None
-        }
 
     def _collective(self, i: Instruction) -> None:
         key = (self.computation.name, i.name)

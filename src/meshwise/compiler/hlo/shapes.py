@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwise.core.errors import CompilerError
 
@@ -109,6 +110,7 @@ class TupleShape:
 Shape = ArrayShape | TupleShape
 
 
+@lru_cache(maxsize=1 << 16)  # programs write the same shapes over and over
 def parse_shape(text: str) -> Shape:
     """Read a shape.
 
