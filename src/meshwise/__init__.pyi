@@ -12,12 +12,14 @@ from meshwise.commands.catalogs import cluster as cluster
 from meshwise.commands.catalogs import clusters as clusters
 from meshwise.commands.catalogs import model as model
 from meshwise.commands.export import export as export
+from meshwise.commands.hlo import explain as explain
 from meshwise.commands.plan_serve import compare_serve as compare_serve
 from meshwise.commands.plan_train import compare_train as compare_train
 from meshwise.commands.profile import profile as profile
 from meshwise.commands.simulate_serve import ServedLoad
 from meshwise.commands.simulate_train import simulate_step as simulate_step
 from meshwise.commands.verify import verify as verify
+from meshwise.compiler.program import Program
 from meshwise.core.errors import InfeasibleError as InfeasibleError
 from meshwise.core.errors import MeshwiseError as MeshwiseError
 from meshwise.costs.engine import EngineCosts
@@ -131,6 +133,15 @@ def estimate_train(
     calibration: str = "fitted",
     progress: Callable[[str], None] = ...,
 ) -> PlanResult: ...
+def explain_file(
+    file: str | os.PathLike[str],
+    *,
+    on: str | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    wires: str | None = None,
+    rows: int = 12,
+) -> Program: ...
 def fit(
     model: str,
     *,
