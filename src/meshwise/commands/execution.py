@@ -5,7 +5,8 @@ It loads JAX. Not here: the requests (`run_requests`), the step, the loop and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,10 @@ from meshwise.hardware import Chip, load_chip
 from meshwise.hardware.names import chip_of_device
 from meshwise.report.run import GenerateResult, RunResult
 from meshwise.runtime.checkpoints import Checkpoints
-from meshwise.runtime.data import SyntheticTokens, TokenSource, read_text, read_tokenizer
+from meshwise.runtime.data import SyntheticTokens, TokenSource, map_tokens, read_text, read_tokenizer
 from meshwise.runtime.devices import find_devices, share_of_machine, software_of
 from meshwise.runtime.generate import generate_timed, generator
-from meshwise.runtime.loop import Trained, train
+from meshwise.runtime.loop import Evaluation, Trained, Watchers, train
 from meshwise.runtime.optimizer import Hyperparameters, LearningRate
 from meshwise.runtime.processes import Processes, first_process, join
 from meshwise.runtime.states import starting_state
@@ -43,7 +44,7 @@ def train_as_planned(
     Args and errors: as of `run_plan`.
     """
     devices = plan_devices(plan, request.cpu_devices, say, request.processes)
-    chip, job, rate = chip_of(plan, devices), plan.problem.job, Hyperparameters(learning_rate=_learning_rate(request))
+    chip, job, rate = chip_of(plan, devices), plan.problem.job, _hyperparameters(request)
     step = train_step(plan.problem.model, plan.layout, job, place_devices(devices, plan.layout), rate)
     trained = _train(plan, request, step, progress=progress, saved=saved)
     compiled = trained.compiled
@@ -56,7 +57,8 @@ def train_as_planned(
         temporary_bytes=None if compiled is None else compiled.temporaries,
         peak_bytes_in_use=trained.in_use,
         learning_rate=str(_learning_rate(request)),
-        data="synthetic" if request.text is None else f"random windows of {request.text}",
+        evaluations=trained.evaluations,
+        data="synthetic" if not _file(request) else f"random windows of {_file(request)}",
     )
 
 
@@ -82,7 +84,8 @@ def _train(
     with ExitStack() as stack:
         if request.checkpoint is not None:
             folder, identity = Path(request.checkpoint), _identity(plan, request, step, source)
-            kept = Checkpoints.open(folder, identity, request.every or DEFAULT_EVERY, step, saved)
+            every = request.every or DEFAULT_EVERY
+            kept = Checkpoints.open(folder, identity, every, step, told=saved, keep=request.keep)
             stack.enter_context(closing(kept))
             if kept.latest >= request.steps:
                 raise MeshwiseError(
@@ -91,7 +94,41 @@ def _train(
                 )
             load = kept.load if kept.latest else load
         profile, last, seed = None if request.profile is None else Path(request.profile), request.steps, request.seed
-        return train(step, source, last=last, seed=seed, load=load, keeper=kept, profile=profile, progress=progress)
+        watchers = Watchers(progress, _metrics(request), _evaluation(plan, request))
+        return train(step, source, last=last, seed=seed, load=load, keeper=kept, profile=profile, watchers=watchers)
+
+
+def _metrics(request: RunRequest) -> Callable[[Mapping[str, float]], None]:
+    """What takes each step's numbers: lines of JSON, in the first process.
+
+    Raises:
+        MeshwiseError: the file cannot be written.
+    """
+    if request.metrics is None or not first_process():
+        return lambda _: None
+    path = Path(request.metrics)
+
+    def add(numbers: Mapping[str, float]) -> None:
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(numbers)) + "\n" if numbers else "")
+        except OSError as error:
+            raise MeshwiseError(f"--metrics {path}: {error.strerror}") from None
+
+    add({})  # a file that cannot be written is told of before the first step
+    return add
+
+
+def _evaluation(plan: Plan, request: RunRequest) -> Evaluation | None:
+    """The held-out file, and when it is evaluated."""
+    if request.evaluate is None:
+        return None
+    source = _read(plan, request, "--evaluate", Path(request.evaluate))
+    return Evaluation(source, request.evaluate_every or 100, request.evaluate_batches or 8)
+
+
+def _file(request: RunRequest) -> str | None:
+    return request.text if request.token_file is None else request.token_file
 
 
 def _start(published: Weights, step: TrainStep) -> tuple[int, State]:
@@ -105,11 +142,25 @@ def _source(plan: Plan, request: RunRequest) -> TokenSource:
     Raises:
         MeshwiseError: a text or tokenizer that cannot be used.
     """
-    vocabulary = plan.problem.model.vocab_size
-    if request.text is None or request.tokenizer is None:
-        return SyntheticTokens(vocabulary, request.seed)
-    text, tokenizer, shortest = Path(request.text), Path(request.tokenizer), int(plan.problem.job.seq_len) + 1
-    return read_text(text, tokenizer, vocabulary=vocabulary, shortest=shortest, seed=request.seed)
+    given = _file(request)
+    if given is None:
+        return SyntheticTokens(plan.problem.model.vocab_size, request.seed)
+    return _read(plan, request, "--text" if request.token_file is None else "--token-file", Path(given))
+
+
+def _read(plan: Plan, request: RunRequest, flag: str, file: Path) -> TokenSource:
+    """A text, or a file of token numbers where it is one of these that is trained on."""
+    needed = {"vocabulary": plan.problem.model.vocab_size, "shortest": int(plan.problem.job.seq_len) + 1}
+    if request.token_file is not None:
+        return map_tokens(flag, file, request.token_format, seed=request.seed, **needed)
+    assert request.tokenizer is not None, "a text comes with its tokenizer"
+    return read_text(file, Path(request.tokenizer), seed=request.seed, **needed)
+
+
+def _hyperparameters(request: RunRequest) -> Hyperparameters:
+    given = attributes(request, "beta1", "beta2", "epsilon", "weight_decay")
+    constants = {name: value for name, value in given.items() if value is not None}
+    return Hyperparameters(learning_rate=_learning_rate(request), clip=request.clip_gradients, **constants)
 
 
 def _learning_rate(request: RunRequest) -> LearningRate:
@@ -132,7 +183,9 @@ def _rates(request: RunRequest) -> dict[str, Any]:
         "decay_steps": falls and rate.decay_steps,
         "final_learning_rate": rate.final,
     }
-    return {name: value for name, value in rates.items() if value}
+    constants = attributes(request, "beta1", "beta2", "epsilon", "weight_decay", "clip_gradients")
+    given = {name: value for name, value in constants.items() if value is not None}
+    return {name: value for name, value in rates.items() if value} | given
 
 
 def _identity(plan: Plan, request: RunRequest, step: TrainStep, source: TokenSource) -> dict[str, dict[str, Any]]:

@@ -58,6 +58,31 @@ class RunRequest(ExecutionRequest):
     """Learning rate at the end of the decay; by default 0."""
     text: File | None = None
     """Train on random windows of this text file, instead of synthetic tokens."""
+    token_file: File | None = None
+    """Train on random windows of this file of token numbers, little-endian without a header (nanoGPT's and Megatron's
+    .bin), mapped into memory."""
+    token_format: Literal["uint16", "uint32"] | None = None
+    """Format of --token-file and --evaluate; by default uint16 for vocabularies up to 65,536, else uint32."""
+    evaluate: File | None = None
+    """Held-out text, or file of token numbers, as the one that is trained on: its loss is taken now and then."""
+    evaluate_every: int | None = Field(default=None, ge=1, le=10**8)
+    """Evaluate every N steps, and after the last; by default 100."""
+    evaluate_batches: int | None = Field(default=None, ge=1, le=10**6)
+    """Batches that an evaluation is the mean of; by default 8."""
+    clip_gradients: float | None = Field(default=None, gt=0, le=1e6)
+    """Scale gradients down to this norm, all of them together."""
+    beta1: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of the average of gradients; by default 0.9."""
+    beta2: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of the average of their squares; by default 0.95."""
+    epsilon: float | None = Field(default=None, gt=0, le=1)
+    """Added to the root of that average; by default 1e-8."""
+    weight_decay: float | None = Field(default=None, ge=0, le=1e3)
+    """Decoupled weight decay, times the learning rate; by default 0.1."""
+    metrics: Annotated[str | None, Flag("FILE")] = None
+    """Add a line of JSON for each step to this file: loss, learning rate, seconds, tokens/s, norms, evaluations."""
+    keep: int | None = Field(default=None, ge=1, le=10**6)
+    """Keep the last N saved steps of a --checkpoint, and remove older ones; by default all are kept."""
     profile: Annotated[str | None, Flag("DIR")] = None
     """Write a profile of a few steps to this folder, and end with where their time went, beside the plan."""
     checkpoint: Annotated[str | None, Flag("DIR")] = None
@@ -78,13 +103,27 @@ class RunRequest(ExecutionRequest):
         Raises:
             MeshwiseError: for one that means nothing without another.
         """
+        self._check_data()
         if (self.text is None) != (self.tokenizer is None):
             there, missing = ("--text", "--tokenizer") if self.tokenizer is None else ("--tokenizer", "--text")
             raise MeshwiseError(f"{there} needs {missing}")
         if self.every is not None and self.checkpoint is None:
             raise MeshwiseError("--every needs --checkpoint, the folder that steps are saved in")
+        if self.keep is not None and self.checkpoint is None:
+            raise MeshwiseError("--keep needs --checkpoint, the folder that steps are saved in")
         self._check_decay()
         self._check_processes()
+
+    def _check_data(self) -> None:
+        if self.text is not None and self.token_file is not None:
+            raise MeshwiseError("--text and --token-file: train on one of them")
+        if self.evaluate is not None and self.text is None and self.token_file is None:
+            raise MeshwiseError("--evaluate needs --text or --token-file, whose kind of file it is")
+        if self.token_format is not None and self.token_file is None:
+            raise MeshwiseError("--token-format needs --token-file")
+        for name in ("evaluate_every", "evaluate_batches"):
+            if getattr(self, name) is not None and self.evaluate is None:
+                raise MeshwiseError(f"{flag(name)} needs --evaluate, a held-out file")
 
     @property
     def processes(self) -> Processes | None:

@@ -34,6 +34,7 @@ class RunResult(Answer):
         peak_bytes_in_use: of the fullest device; None where the backend does not tell.
         learning_rate: of the steps, in words.
         data: the tokens, in words.
+        evaluations: numbers of the steps after which a held-out file was evaluated, and its losses.
         is_first_process: whether this process speaks for all that ran together.
     """
 
@@ -55,6 +56,7 @@ class RunResult(Answer):
     learning_rate: str
     data: str
     is_first_process: bool = True
+    evaluations: tuple[tuple[int, float], ...] = ()
 
     @property
     def last(self) -> int:
@@ -96,14 +98,16 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
     chip = result.plan.problem.cluster.chip.name
     steps = f"steps {result.first:,} to {result.last:,}" if len(result.losses) > 1 else f"step {result.last:,}"
     losses = f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}"
+    held_out = f", held out {result.evaluations[-1][1]:.4f}" if result.evaluations else ""
     times = f"the median of {len(result.timed)} of {len(result.seconds)} steps, after warming up"
     return Report(
         command="run",
         inputs=inputs,
-        answer=f"{steps} on {_here(result)}: {format_time(result.step_seconds)} a step, loss {losses}",
+        answer=f"{steps} on {_here(result)}: {format_time(result.step_seconds)} a step, loss {losses}{held_out}",
         data={
             **picked(result, "hardware num_devices software chip losses seconds"),
             **picked(result, "first_step=first last_step=last saved_steps=saved compile_s=compile_seconds"),
+            "evaluations": [{"step": step, "loss": loss} for step, loss in result.evaluations],
             "planned_chip": chip,
             "layout": result.plan.line,
             "tokens_per_step": result.plan.estimate.tokens,

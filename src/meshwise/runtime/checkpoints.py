@@ -42,6 +42,7 @@ class Checkpoints:
         identity: what they are the states of, by the words for it; a run that differs is refused.
         every: steps from one to the next.
         step: the program whose states they are.
+        keep: so many steps, the last; older ones are removed. None for all.
         told: hears the number of each step that is safely on disk; in the first process.
         locks: what keeps the folder for this run.
 
@@ -54,11 +55,19 @@ class Checkpoints:
     every: int
     step: TrainStep
     told: Callable[[int], None]
+    keep: int | None = None
     locks: list[int] = field(default_factory=list)
 
     @classmethod
     def open(
-        cls, folder: Path, identity: Mapping[str, Any], every: int, step: TrainStep, told: Callable[[int], None]
+        cls,
+        folder: Path,
+        identity: Mapping[str, Any],
+        every: int,
+        step: TrainStep,
+        *,
+        told: Callable[[int], None],
+        keep: int | None = None,
     ) -> Self:
         """Make or find the folder, keep it for this run, and see that its steps are of it.
 
@@ -71,7 +80,7 @@ class Checkpoints:
         """
         if importlib.util.find_spec("orbax") is None:
             raise MissingDependencyError("--checkpoint needs the library orbax: pip install 'meshwise[run]'")
-        found = cls(folder, json.loads(json.dumps(identity)), every, step, told)
+        found = cls(folder, json.loads(json.dumps(identity)), every, step, told, keep)
         try:
             on_first(found._take)
             on_all(found._check_shared)
@@ -138,6 +147,7 @@ class Checkpoints:
         on_first(lambda: self._begin(step, state))
         on_all(lambda: self._write(step, state))
         on_first(lambda: self._finish(step))
+        on_first(lambda: self._remove_old(step))
         if first_process():
             self.told(step)
 
@@ -176,6 +186,15 @@ class Checkpoints:
             _sync(*unfinished.rglob("*"), unfinished)
             unfinished.rename(self._place(step))
             _sync(self.folder)
+
+    def _remove_old(self, step: int) -> None:
+        """Remove what is older than the steps to keep: renamed first, so that none is ever there in part."""
+        matches = (_STEP.fullmatch(p.name) for p in self.folder.iterdir())
+        numbers = sorted(int(m[1]) for m in matches if m)
+        with self._saving(step):
+            for number in numbers[: -self.keep] if self.keep else ():
+                self._place(number).rename(self._unfinished(number))
+                shutil.rmtree(self._unfinished(number))
 
     @contextmanager
     def _saving(self, step: int) -> Iterator[None]:

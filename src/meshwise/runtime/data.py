@@ -134,6 +134,85 @@ class TextTokens:
         return self.ids[starts[:, None] + np.arange(length)]
 
 
+@dataclass(frozen=True, slots=True)
+class FileTokens:
+    """Random windows of a file of token numbers, which is mapped into memory and never read whole.
+
+    Args:
+        ids: the file.
+        vocabulary: tokens that the model knows.
+        seed: of the windows.
+        digest: of the file's size, beginning and end.
+        name: as it was given.
+    """
+
+    ids: np.ndarray = field(repr=False)
+    vocabulary: int
+    seed: int
+    digest: str
+    name: str = ""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Kind, format, seed and digest."""
+        return {"source": f"{self.ids.dtype} tokens", "seed": self.seed, "digest": self.digest}
+
+    def sequences(self, step: int, count: int, length: int) -> np.ndarray:
+        """The sequences of a step: int32 [count, length].
+
+        Raises:
+            MeshwiseError: a token that the model does not know.
+        """
+        random = np.random.default_rng([self.seed, step])
+        starts = random.integers(0, len(self.ids) - length + 1, count)
+        found = self.ids[starts[:, None] + np.arange(length)].astype(np.int64)
+        if int(found.max()) >= self.vocabulary:
+            raise MeshwiseError(
+                f"{self.name}: token {int(found.max()):,} is not among the {self.vocabulary:,} of the model; give the "
+                "format that the file is in (--token-format), or the model of its tokenizer"
+            )
+        return found.astype(np.int32)
+
+
+#: Bytes at either end of a file of tokens that its digest is of.
+_ENDS = 1 << 20
+
+
+def map_tokens(flag: str, file: Path, kind: str | None, *, vocabulary: int, shortest: int, seed: int) -> FileTokens:
+    """Map a file of token numbers without a header, as nanoGPT and Megatron's `.bin` hold them.
+
+    Args:
+        flag: that named it.
+        file: of little-endian numbers.
+        kind: "uint16" or "uint32"; by the vocabulary where None.
+        vocabulary: tokens that the model knows.
+        shortest: tokens that are needed at least.
+        seed: of the windows that are read.
+
+    Raises:
+        MeshwiseError: a file that cannot be read, that is not whole numbers of this size, or that is too short.
+    """
+    dtype = np.dtype(kind or ("uint16" if vocabulary <= 1 << 16 else "uint32")).newbyteorder("<")
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            ends = opened.read(_ENDS)
+            opened.seek(max(0, size - _ENDS))
+            ends += opened.read()
+        if size % dtype.itemsize:
+            raise MeshwiseError(f"{flag} {file}: {size:,} bytes are no whole number of {dtype.name} tokens")
+        if size // dtype.itemsize < shortest:
+            raise MeshwiseError(
+                f"{flag} {file}: expected at least {shortest:,} tokens (a sequence and one more), "
+                f"found {size // dtype.itemsize:,}"
+            )
+        ids = np.memmap(file, dtype, mode="r")
+    except OSError as error:
+        raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
+    digest = hashlib.sha256(str(size).encode() + ends).hexdigest()
+    return FileTokens(ids, vocabulary, seed, digest, f"{flag} {file}")
+
+
 def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, seed: int) -> TextTokens:
     """Read a text file and cut it into tokens, all of it into memory.
 

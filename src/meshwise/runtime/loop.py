@@ -26,6 +26,36 @@ from meshwise.runtime.train import State, TrainStep
 WARM_UP, PROFILED = 2, 3
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A held-out text, and when the loss of it is taken.
+
+    Args:
+        source: of its tokens.
+        every: steps from one evaluation to the next; the last step has one, too.
+        batches: that the loss is the mean of, the same each time.
+    """
+
+    source: TokenSource
+    every: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """What hears of a run.
+
+    Args:
+        progress: of what is done.
+        metrics: of each step's numbers by name.
+        evaluation: what is evaluated, None for nothing.
+    """
+
+    progress: Callable[[str], None] = lambda _: None
+    metrics: Callable[[Mapping[str, float]], None] = lambda _: None
+    evaluation: Evaluation | None = None
+
+
 class Keeper(Protocol):
     """What keeps training states."""
 
@@ -67,6 +97,7 @@ class Trained:
         timed: indexes of those that neither warm up nor are profiled, if any.
         saved: numbers of those whose state is on disk.
         compile_seconds: that compiling took.
+        evaluations: numbers of the steps that were evaluated, and the loss of the held-out text after each.
         compiled: memory that the compiled step needs, None where the backend does not tell.
         in_use: peak bytes in use on the fullest device, None where the backend does not tell.
     """
@@ -79,6 +110,7 @@ class Trained:
     compile_seconds: float
     compiled: StepMemory | None
     in_use: int | None
+    evaluations: tuple[tuple[int, float], ...] = ()
 
 
 def put_batch(step: TrainStep, source: TokenSource, number: int) -> dict[str, jax.Array]:
@@ -100,6 +132,9 @@ def put_batch(step: TrainStep, source: TokenSource, number: int) -> dict[str, ja
     }
 
 
+_NOBODY = Watchers()
+
+
 def train(
     step: TrainStep,
     source: TokenSource,
@@ -109,7 +144,7 @@ def train(
     load: Callable[[TrainStep], tuple[int, State]] | None = None,
     keeper: Keeper | None = None,
     profile: Path | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    watchers: Watchers = _NOBODY,
 ) -> Trained:
     """Train up to a step.
 
@@ -121,7 +156,7 @@ def train(
         load: gives the number of steps taken and their state, to go on from there.
         keeper: keeps states.
         profile: a folder for a profile of a few steps.
-        progress: hears of what is done.
+        watchers: hear of what is done.
 
     Raises:
         InfeasibleError: the devices' memory does not suffice; a loss that is no number.
@@ -132,12 +167,12 @@ def train(
         _make_folder(profile)
     with in_words():
         taken, state = (0, None) if load is None else load(step)
-        progress("compiling")
+        watchers.progress("compiling")
         begun = time.perf_counter()
         compiled = step.jitted.lower(step.abstract_state, step.abstract_batch).compile()
         compile_seconds = time.perf_counter() - begun
         meet("the compiled step")
-        loop = _Loop(step, source, compiled, keeper, progress, first=taken + 1, last=last)
+        loop = _Loop(step, source, compiled, keeper, watchers, first=taken + 1, last=last)
         loop.run(one_at_a_time(step.initial_state(seed) if state is None else state), profile)
     return Trained(
         loop.first,
@@ -148,6 +183,7 @@ def train(
         compile_seconds,
         _compiled_memory(compiled),
         _in_use(step),
+        tuple(loop.evaluations),
     )
 
 
@@ -159,12 +195,13 @@ class _Loop:
     source: TokenSource
     compiled: Any
     keeper: Keeper | None
-    progress: Callable[[str], None]
+    watchers: Watchers
     first: int
     last: int
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
     profiled: frozenset[int] = frozenset()
 
     def run(self, state: State, profile: Path | None) -> None:
@@ -184,21 +221,38 @@ class _Loop:
                     state, metrics = self.compiled(state, batch)
                     if number < self.last:
                         batch = put_batch(self.step, self.source, number + 1)
-                    loss = float(metrics["loss"])
+                    float(metrics["loss"])
                     jax.block_until_ready(state)
                 self.seconds.append(time.perf_counter() - begun)
                 if index == max(self.profiled, default=None):
                     running.close()
-                self._keep(number, loss, state)
+                self._keep(number, {name: float(value) for name, value in metrics.items()}, state)
 
-    def _keep(self, number: int, loss: float, state: State) -> None:
+    def _keep(self, number: int, metrics: Mapping[str, float], state: State) -> None:
+        loss = metrics["loss"]
         if not math.isfinite(loss):
             raise InfeasibleError(f"step {number}: the loss is {loss}; lower --learning-rate, or choose wider formats")
         self.losses.append(loss)
-        self.progress(f"step {number:,} of {self.last:,}: loss {loss:.4f}, {self.seconds[-1]:.3g} s")
+        held_out = self._evaluate(number, state)
+        said = "" if not held_out else f", held out {held_out['evaluation_loss']:.4f}"
+        self.watchers.progress(f"step {number:,} of {self.last:,}: loss {loss:.4f}{said}, {self.seconds[-1]:.3g} s")
+        tokens = math.prod(self.step.abstract_batch["tokens"].shape)
+        speed = {"seconds": self.seconds[-1], "tokens_per_s": tokens / self.seconds[-1]}
+        rate = float(self.step.constants.rate(number))
+        self.watchers.metrics({"step": number, **metrics, "learning_rate": rate, **speed, **held_out})
         if self.keeper is not None and (self.keeper.is_due(number) or number == self.last):
             self.keeper.save(number, state)
             self.saved.append(number)
+
+    def _evaluate(self, number: int, state: State) -> dict[str, float]:
+        """The mean loss of the held-out text, where it is due."""
+        asked = self.watchers.evaluation
+        if asked is None or (number % asked.every and number != self.last):
+            return {}
+        batches = (put_batch(self.step, asked.source, n) for n in range(1, asked.batches + 1))
+        loss = sum(float(self.step.loss(state["weights"], batch)) for batch in batches) / asked.batches
+        self.evaluations.append((number, loss))
+        return {"evaluation_loss": loss}
 
     def timed(self) -> Iterator[int]:
         """Indexes of the steps to time: after warm-up and outside the profile, if any are."""

@@ -75,6 +75,8 @@ class Hyperparameters:
         beta1, beta2: decay of the averages of gradients and of their squares.
         epsilon: added to the root of the latter.
         weight_decay: decoupled, times the learning rate (Loshchilov & Hutter 2019).
+        clip: gradients whose norm, all of them together, is larger are scaled down to it (Pascanu et al. 2013); None
+            for never.
     """
 
     name: str = "adamw"
@@ -83,11 +85,23 @@ class Hyperparameters:
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
+    clip: float | None = None
 
     def rate(self, step: Any) -> Any:
         """Learning rate of a step, whose number may be traced."""
         given = self.learning_rate
         return given.at(step) if isinstance(given, LearningRate) else given
+
+
+def clipped(gradients: Any, most: float) -> tuple[Any, jax.Array]:
+    """Scale gradients down to a norm, all of them together.
+
+    Returns: them, and their norm before, fp32.
+    """
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
+    norm = jnp.sqrt(jnp.sum(jnp.stack(squares)))
+    share = jnp.minimum(1.0, most / jnp.maximum(norm, 1e-30))
+    return jax.tree.map(lambda g: (g.astype(jnp.float32) * share).astype(g.dtype), gradients), norm
 
 
 def update(

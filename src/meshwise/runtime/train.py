@@ -22,7 +22,7 @@ from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.gradients import Accumulation
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.ops import Surroundings
-from meshwise.runtime.optimizer import Hyperparameters, update
+from meshwise.runtime.optimizer import Hyperparameters, clipped, update
 from meshwise.runtime.params import (
     Order,
     Parameter,
@@ -110,11 +110,20 @@ class TrainStep:
 
     @cached_property
     def jitted(self) -> Any:
-        """The step, jitted: (state, batch) -> (state, metrics), the state donated; metrics: "loss"."""
+        """The step, jitted: (state, batch) -> (state, metrics), the state donated.
+
+        Metrics: "loss", and "gradient_norm" where it is clipped.
+        """
         state, batch = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_state, self.abstract_batch))
-        return jax.jit(
-            self._step, in_shardings=(state, batch), out_shardings=(state, {"loss": self._whole}), donate_argnums=0
-        )
+        metrics = dict.fromkeys(("loss",) if self.constants.clip is None else ("loss", "gradient_norm"), self._whole)
+        return jax.jit(self._step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
+
+    @cached_property
+    def loss(self) -> Any:
+        """Jitted: (weights, batch) -> mean loss."""
+        weights = jax.tree.map(lambda a: a.sharding, self.abstract_state["weights"])
+        batch = jax.tree.map(lambda a: a.sharding, self.abstract_batch)
+        return jax.jit(lambda weights, batch: self._gradients(weights, batch)[0], in_shardings=(weights, batch))
 
     @cached_property
     def gradients(self) -> Any:
@@ -163,6 +172,10 @@ class TrainStep:
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         loss, gradients = self._gradients(state["weights"], batch)
+        metrics = {"loss": loss}
+        if self.constants.clip is not None:
+            with jax.named_scope("clip"):
+                gradients, metrics["gradient_norm"] = clipped(gradients, self.constants.clip)
         step, kept = state["step"] + 1, state.get("master", state["weights"])
         moments = {name: state["moments"][name] for name in self._moments}
 
@@ -185,7 +198,7 @@ class TrainStep:
             return {key: {own: found[name] for own, found in run.items()} for key, run in made.items()}
 
         new = {name: part(name) for name in ("weights", "master") if name in state}
-        return new | {"step": step, "moments": {name: part(name) for name in moments}}, {"loss": loss}
+        return new | {"step": step, "moments": {name: part(name) for name in moments}}, metrics
 
 
 def train_step(

@@ -1,0 +1,117 @@
+"""Files of token numbers; clipping; evaluation, metrics and the steps that are kept, in runs of a small model."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwise
+from meshwise.core.errors import MeshwiseError
+from meshwise.runtime.data import map_tokens
+from meshwise.runtime.optimizer import clipped
+from tests.runtime.test_run import plan_of
+
+NEEDED = {"vocabulary": 32, "shortest": 9, "seed": 0}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "train.bin"
+    (np.arange(4096) % 32).astype("<u2").tofile(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32"])
+def test_windows_of_a_file_are_those_of_its_numbers(kind, tmp_path):
+    path = tmp_path / "tokens.bin"
+    (np.arange(1000) % 32).astype(kind).tofile(path)
+    tokens = map_tokens("--token-file", path, kind, **NEEDED)
+    found = tokens.sequences(3, 5, 9)
+    assert (found.shape, found.dtype) == ((5, 9), np.int32)
+    assert ((found[:, 1:] - found[:, :-1]) % 32 == 1).all()
+    assert (found == map_tokens("--token-file", path, kind, **NEEDED).sequences(3, 5, 9)).all()
+    assert (found != tokens.sequences(4, 5, 9)).any()
+    assert isinstance(tokens.ids, np.memmap)
+
+
+def test_small_vocabularies_are_two_bytes_a_token(file):
+    assert map_tokens("--token-file", file, None, **NEEDED).ids.dtype == np.uint16
+    assert map_tokens("--token-file", file, None, **NEEDED | {"vocabulary": 1 << 17}).ids.dtype == np.uint32
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "words"),
+    [
+        (b"\0\0\0", "uint16", "3 bytes are no whole number of uint16 tokens"),
+        (b"\0" * 16, "uint16", "expected at least 9 tokens .*, found 8"),
+    ],
+)
+def test_files_that_cannot_be_tokens_are_refused(content, kind, words, tmp_path):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(content)
+    with pytest.raises(MeshwiseError, match=words):
+        map_tokens("--token-file", path, kind, **NEEDED)
+    with pytest.raises(MeshwiseError, match="No such file"):
+        map_tokens("--token-file", tmp_path / "none", kind, **NEEDED)
+
+
+def test_a_file_of_another_format_is_noticed_by_its_tokens(file):
+    wrong = map_tokens("--token-file", file, "uint32", **NEEDED)
+    with pytest.raises(MeshwiseError, match="is not among the 32 of the model; give the format"):
+        wrong.sequences(1, 4, 9)
+
+
+def test_gradients_are_scaled_down_to_a_norm_and_never_up():
+    given = {"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}
+    found, norm = clipped(given, 1.0)
+    assert float(norm) == pytest.approx(5.0)
+    assert float(found["a"][0]) == pytest.approx(0.6)
+    assert float(clipped(given, 10.0)[0]["b"][0, 0]) == pytest.approx(4.0)
+
+
+@pytest.mark.jax
+def test_a_run_evaluates_tells_and_keeps(file, tmp_path):
+    held_out = tmp_path / "val.bin"
+    (np.arange(512) % 32).astype("<u2").tofile(held_out)
+    metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "steps"
+    data = {"token_file": str(file), "evaluate": str(held_out), "evaluate_every": 2, "evaluate_batches": 2}
+    told = {"metrics": str(metrics), "checkpoint": str(folder), "every": 1, "keep": 2}
+    first = meshwise.run_plan(plan_of(), steps=3, learning_rate=0.01, clip_gradients=0.5, beta2=0.99, **data, **told)
+    second = meshwise.run_plan(plan_of(), steps=5, learning_rate=0.01, clip_gradients=0.5, beta2=0.99, **data, **told)
+    whole = meshwise.run_plan(plan_of(), steps=5, learning_rate=0.01, clip_gradients=0.5, beta2=0.99, **data)
+    assert first.losses + second.losses == whole.losses
+    assert [step for step, _ in first.evaluations + second.evaluations] == [2, 3, 4, 5]
+    assert dict(whole.evaluations)[4] == dict(second.evaluations)[4]
+    assert sorted(p.name for p in folder.iterdir() if p.name != "lock") == ["step-00000004", "step-00000005"]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["gradient_norm"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+    assert ["evaluation_loss" in row for row in rows] == [False, True, True, True, True]
+    with pytest.raises(MeshwiseError, match="of another run: run: beta2"):
+        meshwise.run_plan(plan_of(), steps=6, learning_rate=0.01, clip_gradients=0.5, **data, **told)
+
+
+@pytest.mark.jax
+def test_the_norm_is_that_of_all_devices_together(file):
+    """Clipping to a norm that no gradient reaches changes nothing; sharded gradients have the norm of whole ones."""
+    asked = {"steps": 2, "learning_rate": 0.01, "token_file": str(file)}
+    whole = meshwise.run_plan(plan_of("fsdp=1,micro_batch=8,num_microbatches=1", chips=1), clip_gradients=0.05, **asked)
+    split = meshwise.run_plan(plan_of(), clip_gradients=0.05, **asked)
+    assert split.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert whole.losses[1] != meshwise.run_plan(plan_of(), **asked).losses[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"text": "a", "tokenizer": "b", "token_file": "c"}, "train on one of them"),
+        ({"evaluate": "a"}, "--evaluate needs --text or --token-file"),
+        ({"evaluate_every": 3}, "--evaluate-every needs --evaluate"),
+        ({"token_format": "uint16"}, "--token-format needs --token-file"),
+        ({"keep": 2}, "--keep needs --checkpoint"),
+    ],
+)
+def test_options_that_mean_nothing_alone_are_refused(given, words):
+    with pytest.raises(MeshwiseError, match=words):
+        meshwise.run_plan(plan_of(), steps=1, **given)
