@@ -116,7 +116,8 @@ def test_the_start_page_answers_four_examples(page):
         assert as_json(VIEWS[name].example)["answer"] in text_of(body)
 
 
-def test_empty_fields_of_a_form_leave_the_link(page):
+def test_empty_fields_and_defaults_of_a_form_leave_the_link(page):
+    assert page.get("/model?model=llama-3-8b&kv-dtype=bf16").headers["location"] == "/model?model=llama-3-8b"
     found = page.get("/roofline?expression=fp32[N]+%2B+fp32[N]+->+fp32[N]&on=h100&set=&vary=&memory=hbm&padding=yes&b=")
     assert found.status_code == 303
     assert (

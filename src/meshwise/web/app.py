@@ -159,8 +159,8 @@ async def show_view(request: Request) -> Response:
     except MeshwiseError as error:
         verb = view.verb_of(key for key, _ in given)
         return _page(pages.Asked(view, verb, (), {}), failed(verb, (), error))
-    if not asked.example and any(not text.strip() for _, text in given):  # a form sends empty fields, too
-        own = [*asked.pairs, *asked.page.items()]
+    own = [*asked.pairs, *asked.page.items()]
+    if not asked.example and len(own) < len(given):  # a form sends empty fields and defaults, too
         return RedirectResponse(f"/{view.name}?{query(own)}" if own else f"/{view.name}", 303)
     searches: Searches | None = request.app.state.searches
     key = (asked.verb, asked.pairs, True)
