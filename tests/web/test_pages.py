@@ -6,6 +6,7 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
+from meshwise.core.units import format_time
 from meshwise.exports import TARGETS
 from meshwise.web import html as written
 from meshwise.web.answers import Answered
@@ -305,6 +306,14 @@ def test_while_a_slider_is_held_no_breakdown_is_made(page):
     assert "Breakdown" not in held
     shown = r'(?s)<section id="answer".*?</section>|<div id="shown">.*?\n</div>'
     assert re.findall(shown, whole) == re.findall(shown, held)
+
+
+def test_a_plan_shows_what_it_waits_for_and_where_it_lies(page):
+    body = page.get(link(*parse_command(ASKED["train with a layout"]))).text
+    plan = answer(*parse_command(ASKED["train with a layout"])).envelope["plans"][0]
+    waited, hidden = plan["estimate"]["terms"]["fsdp"], plan["estimate"]["hidden_s"]["fsdp"]
+    assert f"fsdp {format_time(waited)} {format_time(hidden)}" in text_of(body)
+    assert "nvlink 8 fsdp 8" in text_of(body)
 
 
 def test_collectives_are_stepped_through(page):

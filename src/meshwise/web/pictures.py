@@ -6,6 +6,7 @@ Not here: how charts are drawn (`charts`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -161,7 +162,7 @@ def _trained(answered: Answered, data: _Json) -> Markup:
     """Of one cluster its best plan's communication; of several, or of more and more chips, all of them."""
     if "clusters" in data:
         return _clusters(data)
-    return _scaling(data) if "scaling" in data else _hidden(answered, data)
+    return _scaling(data) if "scaling" in data else _hidden(answered, data) + _mapping(answered, data)
 
 
 def _clusters(data: _Json) -> Markup:
@@ -224,10 +225,36 @@ def _hidden(_answered: Answered, data: _Json) -> Markup:
     return figure("Which communication does the step wait for?", picture, head, numbers)
 
 
+#: Mesh axis -> its class.
+_AXES = {"data": "a", "tensor": "b", "context": "c", "fsdp": "d", "expert": "e", "stage": "f", "ulysses": "rail"}
+
+
+def _mapping(_answered: Answered, data: _Json) -> Markup:
+    """Which dimensions of the network each mesh axis spans, each as long as the logarithm of its extent."""
+    plans = data.get("plans") or []
+    wires = plans[0]["choices"]["wires"] if plans else {}
+    if not wires:
+        return Markup()
+    strips, numbers, present = [], [], set()
+    for place, dimension in enumerate(plans[0]["network"]):
+        own = {axis: int(extents[place]) for axis, extents in wires.items() if extents[place] > 1}
+        pieces, at = [], 0.0
+        for axis, extent in own.items():
+            end = at + _COLUMNS * math.log(extent) / math.log(dimension["size"])
+            pieces.append((round(at), round(end), _AXES[axis]))
+            at = end
+        present |= set(own)
+        name = f"{dimension['name']} {dimension['size']:,}"
+        strips.append((name, pieces))
+        numbers.append((name, ", ".join(f"{axis} {extent:,}" for axis, extent in own.items()) or "-"))
+    picture = lanes(strips, _COLUMNS) + legend([(kind, axis) for axis, kind in _AXES.items() if axis in present])
+    return figure("Where do the mesh axes lie on the network?", picture, ("dimension", "mesh axes"), numbers)
+
+
 _DRAWN: Mapping[str, Callable[[Answered, _Json], Markup]] = {
     "roofline": _roofline,
     "plan train": _trained,
-    "estimate train": _hidden,
+    "estimate train": _trained,
     "plan serve": _front,
     "simulate train": _timeline,
 }
