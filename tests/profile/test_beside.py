@@ -7,8 +7,7 @@ import pytest
 import meshwise
 from meshwise.cli.main import main
 from meshwise.commands.profile import diagnose, planned_of
-from meshwise.profile import read_traces
-from tests.profile.traces import PAX, SGLANG, TRACES
+from tests.profile.traces import PAX, SGLANG, TRACES, traces_of
 
 MODEL = "D=256 F=512 L=2 N=4 K=4 H=64 V=512"
 FSDP, TENSOR = (str(TRACES / f"{name}.xplane.pb.gz") for name in ("own_fsdp4_remat", "own_tensor4"))
@@ -21,7 +20,7 @@ def planned(layout, model=MODEL, on="v5e:2x2", batch_tokens="4Ki", seq_len=256):
 
 
 def beside(trace, layout, **job):
-    found = diagnose(read_traces([trace]), planned_of(planned(layout, **job)))
+    found = diagnose(traces_of(trace), planned_of(planned(layout, **job)))
     return found.beside, found
 
 

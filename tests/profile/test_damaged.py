@@ -36,13 +36,13 @@ def damaged(data, chance):
 def test_damage_is_no_bug(tmp_path, name):
     whole = gzip.decompress(Path(FILES[name]).read_bytes())
     chance, path, refused = random.Random(name), tmp_path / name, 0  # noqa: S311
-    for _ in range(60):
+    for _ in range(25):
         path.write_bytes(damaged(whole, chance))
         refused += 1
         with suppress(MeshwiseError):
             find_causes(profile_traces(read_traces([str(path)])))
             refused -= 1
-    assert refused > 5
+    assert refused > 2
 
 
 def test_a_single_event_of_another_time_does_not_hide_the_others(tmp_path):

@@ -5,10 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from meshwise.profile import profile_traces, read_traces
+from meshwise.profile import profile_traces
 from meshwise.profile.causes import find_causes
 from meshwise.profile.diagnosis import Diagnosis
-from tests.profile.traces import DLRM, PAX, QWEN, RESNET, SGLANG, diagnose, load, milliseconds, on_device, save
+from tests.profile.traces import (
+    DLRM,
+    PAX,
+    QWEN,
+    RESNET,
+    SGLANG,
+    diagnose,
+    load,
+    milliseconds,
+    on_device,
+    save,
+    traces_of,
+)
 
 WITHIN = 0.1
 
@@ -131,7 +143,7 @@ def test_short_gaps_between_launches_are_no_long_gap():
 
 
 def test_a_group_that_strides_over_the_torus_is_named():
-    (trace,) = read_traces([PAX[0]])
+    (trace,) = traces_of(PAX[0])
     ops = tuple(
         replace(op, collective=replace(op.collective, groups=((0, 8, 16, 24),))) if op.collective else op
         for op in trace.ops

@@ -1,6 +1,8 @@
 """What a profile gives besides its report: comparisons, pictures, rows of measurements."""
 
+import contextlib
 import csv
+import io
 import json
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 from meshwise.cli.main import main
 from tests.profile.test_faults import with_gap
-from tests.profile.traces import DLRM, PAX, QWEN, RESNET, load, save
+from tests.profile.traces import DLRM, PAX, RESNET, SGLANG, load, save
 
 JOB = ["--model", "D=768 F=3072 L=12 N=12 K=12 H=64 V=50304", "--on", "a100-sxm-40gb:4", "--layout",
        "fsdp=4,remat=none", "--batch-tokens", "32Ki", "--seq-len", "2048"]  # fmt: skip
@@ -33,27 +35,38 @@ def test_ranks_and_chips_are_compared(capsys):
     found = answered(capsys, DLRM[1], "--against", DLRM[0])
     parts = {p["name"]: p["difference_s"] for p in found["against"]["parts"]}
     assert parts["compute"] > 0.02
-    same = answered(capsys, QWEN, "--against", QWEN)
+    same = answered(capsys, SGLANG, "--against", SGLANG)
     assert same["against"]["difference_s"] == 0
     assert {c["difference_s"] for c in same["against"]["operations"]} == {0}
 
 
-def test_pictures_show_plan_and_measurement(tmp_path, capsys):
-    svg, perfetto = tmp_path / "p.svg", tmp_path / "p.json"
-    found = answered(capsys, PAX[0], *JOB, "--svg", svg, "--perfetto", perfetto)
-    assert svg.read_text(encoding="utf-8").count("<svg") == 1
-    events = json.loads(perfetto.read_text(encoding="utf-8"))["traceEvents"]
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Everything that one call writes, and its answer."""
+    folder = tmp_path_factory.mktemp("profile")
+    files = {name: folder / name for name in ("p.svg", "p.json", "operations.csv", "step.csv")}
+    flags = ("--svg", "--perfetto", "--save", "--save-step")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        words = [w for pair in zip(flags, map(str, files.values()), strict=True) for w in pair]
+        assert main(["profile", PAX[0], *JOB, *words, "--json"]) == 0
+    return files, json.loads(out.getvalue())
+
+
+def test_pictures_show_plan_and_measurement(written, tmp_path, capsys):
+    files, found = written
+    assert files["p.svg"].read_text(encoding="utf-8").count("<svg") == 1
+    events = json.loads(files["p.json"].read_text(encoding="utf-8"))["traceEvents"]
     planned = sum(e["dur"] for e in events if e.get("cat") == "plan")
     assert planned == pytest.approx(1e6 * found["plan"]["step_s"])
     shown = [e for e in events if e["ph"] == "X" and e["cat"] != "plan"]
     assert max(e["ts"] + e["dur"] for e in shown) <= 1e6 * found["step_s"] * 1.01
     assert len(shown) > 2000
-    answered(capsys, *DLRM, "--svg", tmp_path / "no_plan.svg")
+    answered(capsys, SGLANG, "--svg", tmp_path / "no_plan.svg")
 
 
-def test_rows_feed_calibrate(tmp_path, capsys):
-    operations, step = tmp_path / "operations.csv", tmp_path / "step.csv"
-    answered(capsys, PAX[0], *JOB, "--save", operations, "--save-step", step)
+def test_rows_feed_calibrate(written, tmp_path, capsys):
+    operations, step = written[0]["operations.csv"], written[0]["step.csv"]
     with Path(operations).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     head = next(r for r in rows if (r["m"], r["k"], r["n"]) == ("8192", "768", "50304"))
@@ -62,7 +75,17 @@ def test_rows_feed_calibrate(tmp_path, capsys):
     assert {"beside computation", "alone"} <= {part for r in sent for part in r["notes"].replace(";", ",").split(", ")}
     assert main(["calibrate", str(step), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == "calibrate"
-    assert main(["profile", PAX[0], *JOB, "--save", str(operations)]) == 2
+    assert main(["profile", SGLANG, "--save", str(operations)]) == 2
     assert "nothing was overwritten" in capsys.readouterr().err
-    assert main(["profile", PAX[0], "--save-step", str(tmp_path / "new.csv")]) == 2
+    assert main(["profile", SGLANG, "--save-step", str(tmp_path / "new.csv")]) == 2
     assert "give --plan, or --model" in capsys.readouterr().err
+
+
+def test_the_step_is_explained_and_details_show_all(capsys):
+    assert main(["profile", *DLRM, "--explain"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "compute + exposed collective + exposed copy + waiting + idle" in out
+    assert "devices device step compute collective copy waiting idle rank 0" in out
+    assert "waiting is told among 2 of 128" in out
+    assert main(["profile", SGLANG]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

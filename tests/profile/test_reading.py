@@ -9,7 +9,7 @@ import pytest
 from meshwise.core.errors import ConfigError
 from meshwise.profile import read_trace, read_traces
 from meshwise.profile.trace import Activity
-from tests.profile.traces import CPU, DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, load, save
+from tests.profile.traces import CPU, DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, load, save, traces_of
 
 
 def busy(trace, **wanted):
@@ -65,7 +65,7 @@ def test_cpu_devices_of_xla_are_devices():
 
 
 def test_a_folder_of_nsys_jax_is_read_with_its_hlo():
-    trace = read_trace(PAX[0])
+    (trace,) = traces_of(PAX[0])
     assert (trace.format, trace.devices[0].chip) == ("nsys-jax", "NVIDIA A100-SXM4-40GB")
     head = next(op for op in trace.ops if op.name == "custom-call.219.0")
     assert head.matmul == (1, 8192, 768, 50304)

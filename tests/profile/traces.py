@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 
 from meshwise.profile import profile_traces, read_traces
@@ -17,8 +18,19 @@ RESNET, QWEN, SGLANG = (
 TE, CPU = (str(TRACES / f"{name}.xplane.pb.gz") for name in ("te_attention", "jax_cpu"))
 
 
+@cache
+def kept(path):
+    """The traces of tests/data, read once."""
+    return read_traces([path])
+
+
+def traces_of(*paths):
+    own = str(TRACES)
+    return [t for path in map(str, paths) for t in (kept(path) if path.startswith(own) else read_traces([path]))]
+
+
 def diagnose(*paths, step=None):
-    profile = profile_traces(read_traces(map(str, paths)), step=step)
+    profile = profile_traces(traces_of(*paths), step=step)
     return Diagnosis(profile, find_causes(profile))
 
 

@@ -220,15 +220,22 @@ class OpTable:
 
     def __init__(self) -> None:
         self._index: dict[OpKind, int] = {}
+        self._ops: list[OpKind] = []
 
     def index(self, op: OpKind) -> int:
         """The operation's number, a new one the first time."""
-        return self._index.setdefault(op, len(self._index))
+        number = self._index.setdefault(op, len(self._ops))
+        if number == len(self._ops):
+            self._ops.append(op)
+        return number
+
+    def __getitem__(self, number: int) -> OpKind:
+        return self._ops[number]
 
     @property
     def ops(self) -> tuple[OpKind, ...]:
         """All operations by number."""
-        return tuple(self._index)
+        return tuple(self._ops)
 
 
 class StreamBuilder:

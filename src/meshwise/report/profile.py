@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bandwidth, format_bytes, format_flops_per_s, format_time
 from meshwise.profile.causes import Cause
 from meshwise.profile.causes.network import Group, communication
@@ -73,6 +74,8 @@ def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
         assumed=tuple(assumptions(diagnosis)),
         not_modelled=tuple(f"the trace does not say {line}" for line in profile.missing),
         next_steps=next_steps(diagnosis),
+        explanations=tuple(_explanations(diagnosis)),
+        rest="All causes, operations, communication, gaps, what is assumed and not said: --details; how: --explain",
     )
 
 
@@ -261,6 +264,22 @@ def next_steps(diagnosis: Diagnosis) -> tuple[str, ...]:
         if several
         else "traces of several ranks tell waiting from wire: meshwise profile rank0.json.gz rank1.json.gz",
     )
+
+
+def _explanations(diagnosis: Diagnosis) -> Iterator[Explanation]:
+    """How the step is divided, and what is left without the named causes."""
+    profile = diagnosis.profile
+    source = ", ".join(trace.source for trace in profile.traces)
+    steps = f"mean of {len(profile.steps_s)} steps, {profile.steps_found}"
+    parts = " + ".join(words(name) for name in PARTS)
+    numbers = " + ".join(format_time(profile.partition_s[name]) for name in PARTS)
+    yield Explanation("step", parts, numbers, format_time(profile.step_s), f"{source}: {steps}")
+    named = diagnosis.named
+    if named:
+        numbers = " - ".join(format_time(seconds) for seconds in (profile.step_s, *(c.seconds for c in named)))
+        formula = " - ".join(("step", *(c.name for c in named)))
+        source = "the causes' own evidence; they are taken not to overlap"
+        yield Explanation("step without them", formula, numbers, format_time(diagnosis.reachable_s), source)
 
 
 # JSON.

@@ -53,6 +53,7 @@ class Report:
         next_steps: commands or changes to try.
         explanations: the workings that `--explain` shows.
         details: works out more of them, where that takes time; called with `--explain` only.
+        rest: the last line of the short form: what it leaves out.
     """
 
     command: str
@@ -67,6 +68,7 @@ class Report:
     next_steps: tuple[str, ...] = ()
     explanations: tuple[Explanation, ...] = field(default=())
     details: Callable[[], Details] = Details
+    rest: str = "Bounds, what lost and why, what is assumed and not modelled: --details; workings: --explain"
 
     def envelope(self, *, explain: bool = False) -> dict[str, Any]:
         """The report as JSON values.
@@ -120,8 +122,6 @@ _WIDTH = 80
 #: Most lines of a short form at 80 columns, most reasons and most next steps in it.
 _LINES, _REASONS, _STEPS = 45, 4, 3
 
-_REST = "Bounds, what lost and why, what is assumed and not modelled: --details; workings: --explain"
-
 
 @dataclass(frozen=True, slots=True)
 class _Brief:
@@ -133,7 +133,7 @@ class _Brief:
         report = self.report
         head = [Text(report.answer, style="bold"), *(item for block in report.brief for item in (Text(), block))]
         steps = listed("Try next", report.next_steps[:_STEPS])
-        tail = [*([Text(), steps] if steps else []), Text(), Text(_REST, style="dim")]
+        tail = [*([Text(), steps] if steps else []), Text(), Text(report.rest, style="dim")]
         for number in range(min(_REASONS, len(report.reasons)), -1, -1):
             why = listed("Why", report.reasons[:number])
             shown = Group(*head, *([Text(), why] if why else []), *tail)

@@ -25,7 +25,6 @@ NAMES = {
     "launch-bound": "many short gaps: the host launches operations more slowly than the device runs them",
     "data-loading": "the device is idle while the host waits for data",
     "recompile": "programs are compiled within the step",
-    "slow-chip": "all operations of one device are slower than those of the others",
     "slower-than-planned": "a term of the plan takes longer, and none of the other causes explains it",
 }
 

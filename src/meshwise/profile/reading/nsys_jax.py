@@ -92,7 +92,7 @@ def read_nsys_jax(files: Files, source: str) -> Trace:
         key = found["op"], run.name, run.number
         if key not in kinds:
             kinds[key] = ops.index(programs.op(found["op"], found["scope"] or "", run))
-        kind = ops.ops[kinds[key]]
+        kind = ops[kinds[key]]
         launched = (int(float(str(launch))) - base) * _NANOSECOND if launch is not None else -1
         builders[kind.activity].add(
             (int(str(start)) - base) * _NANOSECOND, int(str(duration)) * _NANOSECOND, kinds[key], launched, run.place
