@@ -26,7 +26,7 @@ _NAMES = {
     "meshwise.commands.load": ("load",),
     "meshwise.commands.plan_serve": ("compare_serve", "plan_serve"),
     "meshwise.commands.plan_train": ("compare_train", "plan_train", "scale_train"),
-    "meshwise.commands.profile": ("profile",),
+    "meshwise.commands.profile": ("profile_run",),
     "meshwise.commands.roofline": ("roofline",),
     "meshwise.commands.rule": ("rule",),
     "meshwise.commands.run": ("generate", "run_plan"),

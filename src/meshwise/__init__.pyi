@@ -15,7 +15,6 @@ from meshwise.commands.export import export as export
 from meshwise.commands.hlo import explain as explain
 from meshwise.commands.plan_serve import compare_serve as compare_serve
 from meshwise.commands.plan_train import compare_train as compare_train
-from meshwise.commands.profile import profile as profile
 from meshwise.commands.simulate_serve import ServedLoad
 from meshwise.commands.simulate_train import simulate_step as simulate_step
 from meshwise.commands.verify import verify as verify
@@ -26,6 +25,7 @@ from meshwise.costs.engine import EngineCosts
 from meshwise.costs.product import Product
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.exports.exported import Exported as Exported
+from meshwise.profile.diagnosis import Diagnosis
 from meshwise.report.bench import BenchResult
 from meshwise.report.collective import CollectiveCase
 from meshwise.report.load import LoadResult
@@ -53,7 +53,8 @@ def answer_book(
     every: bool = False,
 ) -> tuple[Solution, ...]: ...
 def bench(
-    what: Literal["matmul", "attention", "memory", "collectives", "machine"],
+    what: Literal["matmul", "attention", "memory", "collectives", "machine", "plan"],
+    plan: str | os.PathLike[str] | None = None,
     *,
     on: str | None = None,
     cluster: str | os.PathLike[str] | None = None,
@@ -131,6 +132,7 @@ def estimate_train(
     cluster: str | os.PathLike[str] | None = None,
     price: str | float | None = None,
     calibration: str = "fitted",
+    anchor: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = ...,
 ) -> PlanResult: ...
 def explain_file(
@@ -246,12 +248,29 @@ def plan_train(
     cluster: str | os.PathLike[str] | None = None,
     price: str | float | None = None,
     calibration: str = "fitted",
+    anchor: str | os.PathLike[str] | None = None,
     front: bool = False,
     offload: bool = False,
     sensitivity: bool = False,
     progress: Callable[[str], None] = ...,
     time_limit: float | None = None,
 ) -> PlanResult: ...
+def profile_run(
+    traces: str | os.PathLike[str] | Sequence[str],
+    *,
+    plan: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    on: str | None = None,
+    layout: str | None = None,
+    batch_tokens: str | float | None = None,
+    seq_len: str | int | None = None,
+    batch: int | None = None,
+    context: str | int | None = None,
+    phase: Literal["decode", "prefill"] = "decode",
+    precision: str | None = None,
+    against: str | os.PathLike[str] | Sequence[str] | None = None,
+    step: str | None = None,
+) -> Diagnosis: ...
 def roofline(
     expression: str,
     *,
@@ -336,6 +355,7 @@ def scale_train(
     cluster: str | os.PathLike[str] | None = None,
     price: str | float | None = None,
     calibration: str = "fitted",
+    anchor: str | os.PathLike[str] | None = None,
     front: bool = False,
     offload: bool = False,
     sensitivity: bool = False,

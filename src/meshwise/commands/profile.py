@@ -164,7 +164,7 @@ class _Files(Request):
 
 
 @command(ProfileRequest)
-def profile(request: ProfileRequest) -> Diagnosis:
+def profile_run(request: ProfileRequest) -> Diagnosis:
     """Say where the time of a real run went, and why: what `meshwise profile` answers, as values.
 
     Raises:
@@ -224,7 +224,7 @@ def show_profile(screen: Screen, request: ProfileRequest, files: _Files) -> None
     """  # noqa: D301  (click's mark for lines that stay as they are)
     check_new(files.save)
     check_new(files.save_step)
-    found = profile.answer(request)
+    found = profile_run.answer(request)
     plan = found.beside.plan if found.beside else None
     if files.save_step is not None and not isinstance(plan, Planned):
         words = "the row is of a training step, and names model and layout; give --plan, or --model"
