@@ -32,6 +32,7 @@ from meshwise.search.tools import Tool
 #: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
 #: so many are gone through; later rounds are larger. The placements of about so many candidates are priced.
 _LOOKED_AT, _GROUPS, _LEADERS = 4096, 1024, 32
+_POOL = 2048  # candidates that wait with a bound until the best of them are priced
 
 #: Candidates that are priced in the first go, so that the cut falls before the next, which are so many times as large:
 #: a go takes time for each of the layout choices that its candidates have, however few.
@@ -165,9 +166,8 @@ class NetworkSearch:
         """Expand those that wait, best bound first, at least `most` of them while they may enter the ranking."""
         batch, ranking = self.waiting.by_bound(), self.state.ranking
         if math.isinf(ranking.cut):  # the ranking is not full: begin with the best of each kind, which fill it
-            _, leaders = np.unique(self._kinds(batch), axis=0, return_index=True)
-            chosen = np.sort(leaders)[: 2 * ranking.top]
-            chosen = chosen[self.below_cut(batch.bound[chosen])]
+            leaders = np.sort(np.unique(self._kinds(batch), axis=0, return_index=True)[1])[: 2 * ranking.top]
+            chosen = leaders[self.below_cut(batch.bound[leaders])]
             self.expand(batch.take(chosen))
             batch = batch.take(np.delete(np.arange(len(batch)), chosen))
         begin, size = 0, min(_GO, most)
@@ -191,12 +191,14 @@ class NetworkSearch:
     def look(self, groups: Groups) -> None:
         """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
         known = self.state.infeasible
-        batch = self._bounded(groups.take(slice(0, _GROUPS))).by_bound()
-        begin, size = 0, _GO
-        while begin < len(batch) and math.isinf(self.state.ranking.cut):
-            self._price(batch.take(slice(begin, begin + size)))
-            self.expand_waiting(_LEADERS)
-            begin, size = begin + size, _GROWTH * size
+        for part in (slice(0, _GROUPS // _GROWTH), slice(_GROUPS // _GROWTH, _GROUPS)):
+            if math.isfinite(self.state.ranking.cut):
+                break
+            batch, size = self._bounded(groups.take(part)).by_bound(), _GO
+            while len(batch) and math.isinf(self.state.ranking.cut):
+                self._price(batch.take(slice(0, size)))
+                self.expand_waiting(_LEADERS)
+                batch, size = batch.take(slice(size, None)), _GROWTH * size
         self.waiting, self.state.infeasible = CandidateBatch.none(), known  # they come again
         self._tell()
 
@@ -219,7 +221,7 @@ class NetworkSearch:
             # Those over the cut wait on: they may be on the front.
             end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
             pool = CandidateBatch.joined([pool, self._bounded(groups.take(slice(begin, end)))])
-            if len(pool) > CHUNK:
+            if len(pool) > _POOL:  # a lower cut spares the bounds of others
                 self._price(pool, float(beyond[end]))
                 self.expand_waiting(_GO)
                 pool = CandidateBatch.none()
@@ -248,8 +250,7 @@ class NetworkSearch:
         """
         batch, size = batch.by_bound(), _GO
         while len(batch := batch.where(self.matters(batch.bound))):
-            fitting = self._fitting(batch.take(slice(0, size)))
-            self.state.priced += len(fitting)
+            self.state.priced += len(fitting := self._fitting(batch.take(slice(0, size))))
             bounded = self.pricing.bounded(fitting)
             self.waiting = CandidateBatch.joined([self.waiting, bounded.where(self.matters(bounded.bound))])
             batch = batch.take(slice(size, None))
@@ -441,8 +442,8 @@ def _search_fabric(state: SearchState, local: LocalTables, space: SearchSpace, f
         return
     cut = {"micro_batch": space.micro_batch, "num_microbatches": space.num_microbatches}
     table = candidate_table(local.problem.job, meshes(math.prod(fabric.sizes), space.limits), **cut)
+    capacity = local.problem.cluster.chip.hbm_usable * space.memory_share
     if len(table):
-        capacity = local.problem.cluster.chip.hbm_usable * space.memory_share
         NetworkSearch(state, SearchedNetwork(local, fabric, table, capacity), leanest=space.leanest).run()
     if len(table) > _LARGE:
         gc.collect()
