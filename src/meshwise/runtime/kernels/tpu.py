@@ -47,7 +47,7 @@ def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Attend; arguments and result as of `blocks.forward`."""
-    size = _sizes(q, k)
+    size = _sizes(q, k, pairs.masks)
     own = _tables(pairs, q, k, size, by_key=False)
     attend = partial(
         _kernel._splash_attention_forward,
@@ -81,7 +81,7 @@ def backward(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients; arguments and result as of `blocks.backward`."""
-    size = _sizes(q, k)
+    size = _sizes(q, k, pairs.masks)
     total, d_out, shift = (jnp.swapaxes(x, 1, 2) for x in kept)
     total = jnp.where(jnp.isfinite(total), total, 0.0)
     common = {
@@ -128,8 +128,11 @@ def _scaled(q: jax.Array, pairs: Pairs) -> jax.Array:
     return _by_head((q.astype(jnp.float32) * pairs.masks.scale).astype(q.dtype))
 
 
-def _sizes(q: jax.Array, k: jax.Array) -> tuple[int, int]:
-    return next(s for s in _SIZES if q.shape[1] % s == 0), next(s for s in _SIZES if k.shape[1] % s == 0)
+def _sizes(q: jax.Array, k: jax.Array, masks: Masks) -> tuple[int, int]:
+    """Rows of queries and of keys in a block: no more than a window, of which a larger one would hold little."""
+    most = _SIZES[0] if masks.window is None else max(_SIZES[-1], masks.window)
+    rows, keys = (next(s for s in _SIZES if s <= most and x.shape[1] % s == 0) for x in (q, k))
+    return rows, keys
 
 
 def _function(masks: Masks) -> Any:
