@@ -13,7 +13,7 @@ from meshwise.costs.calibration_files import calibration_text
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.hardware import parse_cluster
+from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.report.plan import estimate_report, plan_report
@@ -208,7 +208,8 @@ def test_explain_lists_the_constants_of_such_a_calibration():
     report = estimate_report(planning([fitted("h100-sxm:8", "llama-3-8b", "fitted+eager-2023")]), {})
     told = json.loads(json.dumps(report.envelope(explain=True), allow_nan=False))
     constants = {c["name"]: c for c in told["calibration"]["constants"]}
-    assert constants["elementwise_passes"]["value"] == 1.74
+    used = find_calibration("fitted+eager-2023", load_chip("h100-sxm"))
+    assert constants["elementwise_passes"]["value"] == pytest.approx(used.elementwise_passes, rel=0.005)  # 3 digits
     assert constants["hbm_efficiency"]["unit"] == "share of HBM bandwidth"
     assert "Dao 2023" in constants["attention_efficiency"]["source"]
     assert all(c["unit"] and c["source"] for c in constants.values())
