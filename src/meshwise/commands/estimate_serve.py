@@ -24,7 +24,7 @@ from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import parse_count
 from meshwise.costs.compute import published_precision
-from meshwise.costs.engines import ENGINES, find_serving_calibration
+from meshwise.costs.engines import engine_chunk, find_serving_calibration
 from meshwise.costs.problem import ServingProblem, Step, check_context
 from meshwise.costs.serving.answer import ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.engine import engine_costs
@@ -61,12 +61,6 @@ def parse_chunk(text: str) -> int:
     if value != int(value) or value < 1:
         raise MeshwiseError(f"--chunk: expected whole numbers of tokens, at least 1, found {text!r}")
     return int(value)
-
-
-def engine_chunk(tools: tuple[str, ...], problem: ServingProblem) -> int | None:
-    """Tokens of a prompt in one step of the first engine asked for, else of the calibration's; None for all."""
-    software = tools[0] if tools else problem.calibration.name.removeprefix("fitted+")
-    return ENGINES[software].chunk if software in ENGINES else None
 
 
 #: Tokens of prompts or outputs: a number, or how they are distributed.
@@ -195,7 +189,7 @@ class EstimateServeRequest(ServeRequest):
         """
         if self.chunk not in ("", "none"):
             return replace(setup, chunk=int(self.chunk))
-        own = engine_chunk(self.tool, problem) if not self.chunk and setup.mode == "aggregated" else None
+        own = engine_chunk(self.tool, problem.calibration) if not self.chunk and setup.mode == "aggregated" else None
         if own is None or longest <= own or not setup.one_layout or setup.prefill_batch > 1:
             return setup
         return replace(setup, chunk=own)

@@ -14,12 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
-from meshwise.commands.estimate_serve import EngineFiles, ServeRequest, engine_chunk, parse_chunk
+from meshwise.commands.estimate_serve import EngineFiles, ServeRequest, parse_chunk
 from meshwise.commands.plan_files import check_save, save_plan, write_file
 from meshwise.commands.requests import Flag, listed, validated
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_percent, parse_duration, parse_fraction
+from meshwise.costs.engines import engine_chunk
 from meshwise.costs.problem import ServingProblem
 from meshwise.exports.serving import asked_serving_tools
 from meshwise.jobs import ServingLoad, drawn_requests, parse_serving_precision
@@ -144,7 +145,8 @@ class PlanServeRequest(ServeRequest):
         Raises:
             HandoverError: an engine that is named takes the load in no layout.
         """
-        tools, own = asked_serving_tools(problem, self.tool), None if self.chunk else engine_chunk(self.tool, problem)
+        tools = asked_serving_tools(problem, self.tool)
+        own = None if self.chunk else engine_chunk(self.tool, problem.calibration)
         chunks = self.constraints.chunks if own is None else (own,)  # of no effect on shorter prompts
         return replace(self.constraints, chunks=chunks, tools=tools, tools_optional=not self.tool, within=self.within)
 

@@ -104,6 +104,12 @@ _SOURCE = (
 )
 
 
+def engine_chunk(tools: tuple[str, ...], calibration: Calibration) -> int | None:
+    """Tokens of a prompt in one step of the first engine asked for, else of the calibration's; None for all."""
+    software = tools[0] if tools else calibration.name.removeprefix("fitted+")
+    return ENGINES[software].chunk if software in ENGINES else None
+
+
 def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
     """The fitted calibration of serving: a chip's family with an engine's constants.
 

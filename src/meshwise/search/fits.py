@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
+from meshwise.costs.engines import engine_chunk
 from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.memory import LONGEST, engine_memory, longest_context, most
@@ -138,13 +139,12 @@ def _engines(problem: ServingProblem, chips: int) -> Iterator[ServingLayout]:
 
 
 def _serving_fit(problem: ServingProblem, layout: ServingLayout) -> ServingFit:
-    capacity = problem.cluster.chip.hbm_usable
+    capacity, chunk = problem.cluster.chip.hbm_usable, engine_chunk((), problem.calibration)
 
     def total(requests: int) -> float:
-        setup = ServingSetup("aggregated", layout, layout, requests)
-        return engine_memory(problem, setup, "decode")["total"]
+        return engine_memory(problem, replace(setup, batch=requests), "decode")["total"]
 
-    setup = ServingSetup("aggregated", layout, layout, 1)
+    setup = ServingSetup("aggregated", layout, layout, 1, chunk=chunk)
     return ServingFit(
         precision=problem.load.precision,
         layout=layout,
