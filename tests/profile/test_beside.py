@@ -1,6 +1,8 @@
 """A trace beside its plan: what is joined to which term, and what a wrong plan looks like."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -123,11 +125,12 @@ def test_a_decode_step_stands_beside_its_estimate(capsys, tmp_path):
 
 
 @pytest.mark.jax  # starts JAX and compiles a training step; proves that a run ends with its profile
-def test_a_run_ends_with_its_profile(tmp_path, capsys):
+def test_a_run_ends_with_its_profile(tmp_path):
     job = ["D=64 F=128 L=2 N=2 K=2 H=32 V=128", "--on", "v5e:2x2", "--batch-tokens", "512", "--seq-len", "64"]
     run = [*job, "--layout", "fsdp=4,remat=full", "--steps", "5", "--cpu-devices", "4"]
-    assert main(["run", *run, "--profile", str(tmp_path / "profile"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["profile"]
+    command = [sys.executable, "-m", "meshwise", "run", *run, "--profile", str(tmp_path / "profile"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 -- devices of its own
+    found = json.loads(done.stdout)["profile"]
     assert found["joined_share"] >= 0.95
     terms = {t["name"]: t["measured_s"] for t in found["terms"]}
     assert min(terms["forward"], terms["backward"], terms["recompute"], terms["optimizer"]) > 0
