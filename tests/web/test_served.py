@@ -16,7 +16,7 @@ from meshwise.core.errors import MeshwiseError, MissingDependencyError
 from meshwise.web import serve
 from tests.web.conftest import said
 
-#: A browser that runs without a window; .ci/run has Debian's.
+#: A browser that runs without a window, such as Debian's chromium; nothing here installs one.
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
 
 QUIET = [

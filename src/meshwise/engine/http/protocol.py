@@ -6,6 +6,7 @@ Every field is read or refused: a field that is not known here is an error that 
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -97,9 +98,9 @@ class Generation(_Strict):
         return self.n or 1
 
     @property
+    @abstractmethod
     def alternatives(self) -> int | None:
         """Logprobs to tell beside each token's own; None: none at all."""
-        raise NotImplementedError
 
     def sampling(self, seed: int) -> Sampling:
         """How tokens are chosen; `seed` where the request has none."""
