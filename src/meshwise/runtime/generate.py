@@ -49,21 +49,17 @@ Cache = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Generator:
-    """Extends sequences.
+class Decoder:
+    """A model whose weights are held in one format, without what training keeps beside them.
 
     Args:
         stack: the model as it is executed.
         parameters: by run and name.
-        sequences: that are extended together.
-        length: of the longest sequence, prompt included.
         dtype: of weights, activations and cache.
     """
 
     stack: Stack
     parameters: Mapping[str, Mapping[str, Parameter]]
-    sequences: int
-    length: int
     dtype: Any
 
     @cached_property
@@ -71,6 +67,30 @@ class Generator:
         """Shapes, formats and shardings of the weights, by run and name."""
         placement = self.stack.placement
         return jax.tree.map(lambda p: p.abstract(placement, "weights", self.dtype), self.parameters)
+
+    def load(self, published: Weights) -> Tree:
+        """Read weights from published files, each where it is held."""
+        order = layer_order(self.stack.segments, self.parameters)
+        return published.load(self.parameters, order, self.abstract_weights)
+
+    def initial_weights(self, seed: int) -> Tree:
+        """Draw weights, as `TrainStep.initial_state` does."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
+        draw = jax.jit(lambda s: initial_values(self.parameters, s, self.dtype), out_shardings=shardings)
+        return dict(draw(seed))
+
+
+@dataclass(frozen=True)
+class Generator(Decoder):
+    """Extends sequences.
+
+    Args:
+        sequences: that are extended together.
+        length: of the longest sequence, prompt included.
+    """
+
+    sequences: int
+    length: int
 
     @cached_property
     def abstract_cache(self) -> Cache:
@@ -94,17 +114,6 @@ class Generator:
     def empty_cache(self) -> Cache:
         """A cache of zeros, where it is held."""
         return dict(zeros(self.abstract_cache))
-
-    def load(self, published: Weights) -> Tree:
-        """Read weights from published files, each where it is held."""
-        order = layer_order(self.stack.segments, self.parameters)
-        return published.load(self.parameters, order, self.abstract_weights)
-
-    def initial_weights(self, seed: int) -> Tree:
-        """Draw weights, as `TrainStep.initial_state` does."""
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
-        draw = jax.jit(lambda s: initial_values(self.parameters, s, self.dtype), out_shardings=shardings)
-        return dict(draw(seed))
 
     @cached_property
     def extend(self) -> Any:
@@ -213,7 +222,7 @@ def generator(
     check_even(program, placement, program.bind(batch=sequences, queries=1, keys=length))
     around = Surroundings(numerics, dtype_of(dtype), program.sizes)
     stack = Stack(program, around, plan_segments(numerics.order), placement, remat_policy("none"))
-    return Generator(stack, describe_parameters(program, stack.segments, numerics), sequences, length, dtype_of(dtype))
+    return Generator(stack, describe_parameters(program, stack.segments, numerics), dtype_of(dtype), sequences, length)
 
 
 @dataclass(frozen=True, slots=True)

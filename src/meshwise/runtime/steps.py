@@ -7,7 +7,7 @@ follows from logits (`sampling`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,22 +23,19 @@ from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
+from meshwise.runtime.generate import Decoder
 from meshwise.runtime.layers import Stack, carry_caches
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.paged import PagedStep, Rows
 from meshwise.runtime.params import (
-    Parameter,
     Tree,
     describe_parameters,
     dtype_of,
-    initial_values,
-    layer_order,
     plan_segments,
     zeros,
 )
 from meshwise.runtime.refusals import check_even, check_model
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.weights import Weights
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
@@ -95,27 +92,15 @@ class StepArrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PagedModel:
+class PagedModel(Decoder):
     """A model that runs steps.
 
     Args:
-        stack: the model as it is executed.
-        parameters: by run and name.
         pages, page_tokens: of the pool, and tokens of each.
-        dtype: of weights, activations and cache.
     """
 
-    stack: Stack
-    parameters: Mapping[str, Mapping[str, Parameter]]
     pages: int
     page_tokens: int
-    dtype: Any
-
-    @cached_property
-    def abstract_weights(self) -> Tree:
-        """Shapes, formats and shardings of the weights, by run and name."""
-        placement = self.stack.placement
-        return jax.tree.map(lambda p: p.abstract(placement, "weights", self.dtype), self.parameters)
 
     @cached_property
     def abstract_pool(self) -> Pool:
@@ -146,17 +131,6 @@ class PagedModel:
     def empty_pool(self) -> Pool:
         """A pool of zeros, where it is held."""
         return dict(zeros(self.abstract_pool))
-
-    def load(self, published: Weights) -> Tree:
-        """Read weights from published files, each where it is held."""
-        order = layer_order(self.stack.segments, self.parameters)
-        return published.load(self.parameters, order, self.abstract_weights)
-
-    def initial_weights(self, seed: int) -> Tree:
-        """Draw weights, as `TrainStep.initial_state` does."""
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
-        draw = jax.jit(lambda s: initial_values(self.parameters, s, self.dtype), out_shardings=shardings)
-        return dict(draw(seed))
 
     @cached_property
     def step(self) -> Any:
@@ -229,4 +203,4 @@ def paged_model(
     around = Surroundings(numerics, dtype_of(dtype), program.sizes, expert_dispatch="ragged")
     stack = Stack(program, around, plan_segments(numerics.order), placement, remat_policy("none"))
     parameters = describe_parameters(program, stack.segments, numerics)
-    return PagedModel(stack, parameters, pages, page_tokens, dtype_of(dtype))
+    return PagedModel(stack, parameters, dtype_of(dtype), pages, page_tokens)
