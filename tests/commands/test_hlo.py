@@ -120,6 +120,25 @@ def test_protocol_buffers_are_read_as_their_text(tmp_path):
 
 
 @pytest.mark.jax
+def test_programs_for_absent_chips_stay_out_of_the_cache_of_jax(tmp_path, monkeypatch):
+    import jax  # noqa: PLC0415  (only these tests need it)
+    import jax.numpy as jnp  # noqa: PLC0415
+
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        for own in ("first", "second"):  # nothing of the first is known to the second
+            monkeypatch.setenv("MESHWISE_CACHE", str(tmp_path / own))
+            x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+            meshwise.explain(jax.jit(lambda x: x @ x), x, on="v5e:2x2", mesh="data=4")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+    assert not list((tmp_path / "jax").rglob("*cache"))
+
+
+@pytest.mark.jax
 def test_explain_says_which_collectives_a_sharding_inserts():
     import jax  # noqa: PLC0415  (only these tests need it)
     import jax.numpy as jnp  # noqa: PLC0415

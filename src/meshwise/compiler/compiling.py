@@ -12,7 +12,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -215,13 +216,30 @@ def _compile(lowered: Lowered, target: Target, versions: Mapping[str, str]) -> C
     begun = time.monotonic()
     hlo, memory, message = "", None, None
     try:
-        result = lowered.compile(compiler_options=dict(target.compiler_options) or None)
+        with _uncached():
+            result = lowered.compile(compiler_options=dict(target.compiler_options) or None)
         hlo, memory = result.as_text(), CompiledMemory.of(result.memory_analysis())
     except RuntimeError as error:  # JaxRuntimeError is one
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise CompilerError(f"{target.name}: the program does not compile: {_first_line(error)}") from error
         message = OutOfMemory(str(error))
     return Compiled(target.name, hlo, memory, message, versions, time.monotonic() - begun, cached=False)
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Without JAX's cache of programs: it writes those for chips that are not here, and fails to read them again."""
+    import jax  # noqa: PLC0415 -- an optional extra
+    from jax.experimental.compilation_cache import compilation_cache  # noqa: PLC0415
+
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # whether there is one is looked at once, unless it is reset
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _first_line(error: BaseException) -> str:

@@ -73,9 +73,10 @@ class Launched:
 
 
 def compile_cache(folder: Path | None) -> None:
-    """Keep compiled programs in a folder, so that the next start is quick; None: in the user's cache."""
+    """Keep compiled programs in a folder, so that the next start is quick; None: in JAX's, or in the user's cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(folder or home / "meshwise" / "programs"))
+    own = jax.config.values["jax_compilation_cache_dir"] or home / "meshwise" / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder or own))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
