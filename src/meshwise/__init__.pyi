@@ -360,6 +360,7 @@ def scale_train(
     offload: bool = False,
     sensitivity: bool = False,
     progress: Callable[[str], None] = ...,
+    time_limit: float | None = None,
 ) -> Scaling: ...
 def score(
     file: str | os.PathLike[str],

@@ -12,8 +12,8 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.report.several_plans import comparison_report
-from meshwise.search import NOT_SEARCHED, plan_training
+from meshwise.report.several_plans import comparison_report, scaling_report
+from meshwise.search import NOT_SEARCHED, plan_training, scale_training, sensitivity
 from tests.costs.small_problems import tiny
 
 search_module = importlib.import_module("meshwise.search.search")  # the package has a function of that name
@@ -92,6 +92,25 @@ def test_a_limit_of_time_gives_the_best_so_far_or_says_that_nothing_is_proved(mo
     assert seen >= {"nothing", "best so far"}
 
 
+def test_scaling_ends_in_time_with_the_numbers_of_chips_so_far(monkeypatch):
+    p = problem(MODEL, "h100:16")
+    with pytest.raises(InfeasibleError, match="nothing is proved"):
+        scale_training(p, time_limit=0)
+    now = 0.0
+
+    def progress(line):
+        nonlocal now
+        now += 100.0 * line.startswith("searching 4 of")
+
+    monkeypatch.setattr(search_module.time, "monotonic", lambda: now)
+    found = scale_training(p, time_limit=50, progress=progress)
+    assert [point.num_chips for point in found.points] == [1, 2]
+    assert not found.complete
+    report = scaling_report(found, {})
+    assert "not searched" in " ".join(to_text(report.renderable()).split())
+    assert report.data["complete"] is False
+
+
 def test_the_fewest_chips_so_far_are_the_answer():
     p = problem(MODEL, "h100:16", tokens="100B", batch_tokens="512Ki")
     wished = {
@@ -123,3 +142,9 @@ def test_an_interrupted_comparison_says_what_was_not_searched():
     assert report.answer.startswith("Fastest so far: ")
     assert report.data["complete"] is False
     assert "h100:32 was not searched" in " ".join(to_text(report.renderable()).split())
+
+
+def test_sensitivity_says_what_there_was_no_time_for():
+    found = sensitivity(plan_training(problem(MODEL, "h100:8")), time_limit=0)
+    assert found
+    assert all(one.best is None and "nothing is proved" in one.reason for one in found)

@@ -153,7 +153,7 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent, time_limit
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits.
     """
-    problem = request.problem()
+    started, problem = time.monotonic(), request.problem()
     constraints = request.constraints(problem)
     goal = request.objective
     planning = plan_training(
@@ -166,7 +166,9 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent, time_limit
     )
     if not request.sensitivity or not planning.search.complete:
         return planning
-    return replace(planning, sensitivity=sensitivity(planning, objective=goal, progress=progress))
+    left = None if time_limit is None else max(0.0, started + time_limit - time.monotonic())
+    found = sensitivity(planning, objective=goal, progress=progress, time_limit=left)
+    return replace(planning, sensitivity=found)
 
 
 def compare_clusters(
@@ -230,11 +232,12 @@ def compare_train(
 
 
 @command(PlanTrainRequest)
-def scale_train(request: PlanTrainRequest, *, progress: Tell = silent) -> Scaling:
+def scale_train(request: PlanTrainRequest, *, progress: Tell = silent, time_limit: float | None = None) -> Scaling:
     """Find the best plan on powers of two of a cluster's chips, for one batch, and where strong scaling ends.
 
     Args:
         progress: told a line now and then.
+        time_limit: seconds after which searching ends with the numbers of chips so far; None for as long as it takes.
 
     Raises:
         MeshwiseError: as `plan_train`, and for limits that have no meaning here; InfeasibleError where no number of
@@ -244,7 +247,8 @@ def scale_train(request: PlanTrainRequest, *, progress: Tell = silent) -> Scalin
     if given or request.objective != "time":
         raise MeshwiseError(f"--scaling asks for the least time; leave out {' and '.join(given) or '--objective'}")
     problem = request.problem()
-    return scale_training(problem, constraints=request.constraints(problem), progress=progress)
+    limits = request.constraints(problem)
+    return scale_training(problem, constraints=limits, progress=progress, time_limit=time_limit)
 
 
 #: Seconds that a search may take while somebody waits at a terminal.
@@ -260,7 +264,7 @@ class _Further(Request):
         default=None, gt=0
     )
     """End the search of a plan after this time with the best so far, and say how far it may be from the best possible;
-    on a terminal by default after a minute. Several clusters share it."""
+    on a terminal by default after a minute. Several clusters share it, and so do --scaling and --sensitivity."""
     scaling: Annotated[bool, Flag(name="--scaling")] = False
     """Plan for 1, 2, 4, ... chips: MFU against chips, and where strong scaling ends."""
     verify: int | None = Field(default=None, ge=1)
@@ -316,7 +320,7 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
         write_file("--svg", further.svg, lambda: comparison_svg(compared))
         screen.show(comparison_report(compared, request.echo()))
     else:
-        scaled = scale_train.answer(request, progress=screen.progress)
+        scaled = scale_train.answer(request, progress=screen.progress, time_limit=further.time_limit)
         write_file("--svg", further.svg, lambda: scaling_svg(scaled))
         screen.show(scaling_report(scaled, request.echo()))
     return None

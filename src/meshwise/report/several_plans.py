@@ -155,7 +155,9 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
             "complete": scaling.complete,
         },
         body=said(
-            None if scaling.complete else Text("Interrupted: larger numbers were not looked at."),
+            None
+            if scaling.complete
+            else Text("Interrupted, or out of time: larger numbers of chips were not searched."),
             tabulate(columns, scaling.points, missing=""),
             Text(f"MFU (up) against chips (right)\n{drawn}"),
         ),
@@ -170,7 +172,8 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
 def _scaling_answer(scaling: Scaling, plans: Sequence[Plan]) -> str:
     if scaling.end is None:
         last = plans[-1].estimate
-        return f"Strong scaling goes on to {counted(last.num_chips, 'chip')}: {format_percent(last.mfu)} MFU there"
+        beyond = " there" if scaling.complete else " there, and more chips were not searched"
+        return f"Strong scaling goes on to {counted(last.num_chips, 'chip')}: {format_percent(last.mfu)} MFU{beyond}"
     grows = " grows" if any(scaling.why in p.estimate.terms for p in plans) else ""
     return f"Strong scaling ends at {counted(scaling.end, 'chip')}: {scaling.why.replace('_', ' ')}{grows}"
 

@@ -130,13 +130,13 @@ def plan_training(
         try:
             outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
         except OutOfTime:
-            raise _nothing_in_time(problem, time_limit) from None
+            raise nothing_in_time(problem, time_limit) from None
         if outcome.result.best:
             break
     result, share = outcome.result, space.memory_share
     if not result.best and result.interrupted_on:
         if time.monotonic() > until:
-            raise _nothing_in_time(problem, time_limit)
+            raise nothing_in_time(problem, time_limit)
         raise KeyboardInterrupt
     if not result.best:
         raise too_much(wanted, outcome) if outcome.over else nothing_found(problem, result, constraints, share)
@@ -159,7 +159,7 @@ def plan_training(
     )
 
 
-def _nothing_in_time(problem: TrainingProblem, time_limit: float | None) -> InfeasibleError:
+def nothing_in_time(problem: TrainingProblem, time_limit: float | None) -> InfeasibleError:
     """What to say where the time was up before a plan was found."""
     return InfeasibleError(
         f"no plan of {problem.model.name} on {problem.cluster.name} was found in {format_time(time_limit or 0.0)}; "

@@ -6,6 +6,7 @@ Not here: the search (`planner`), or words (`report`).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ from meshwise.hardware import Cluster, Torus
 from meshwise.jobs import TrainingJob
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
-from meshwise.search.planner import PlanResult, asked_spaces, plan_training
+from meshwise.search.planner import PlanResult, asked_spaces, nothing_in_time, plan_training
 from meshwise.search.search import SearchResult, search
 from meshwise.search.space import whole_parts_of
 
@@ -57,7 +58,11 @@ class Sensitivity:
 
 
 def sensitivity(
-    planning: PlanResult, *, objective: str = "time", progress: Callable[[str], None] = lambda _: None
+    planning: PlanResult,
+    *,
+    objective: str = "time",
+    progress: Callable[[str], None] = lambda _: None,
+    time_limit: float | None = None,
 ) -> tuple[Sensitivity, ...]:
     """Search again for each thing that is 10 % less.
 
@@ -65,7 +70,10 @@ def sensitivity(
         planning: what was found; its constraints hold, but for limits of days and dollars.
         objective: of the search; "chips" is taken as "time", on the chips of the best plan.
         progress: told a line now and then.
+        time_limit: seconds after which searching ends: what was not searched to its end says so as its reason. None for
+            as long as it takes.
     """
+    until = math.inf if time_limit is None else time.monotonic() + time_limit
     winner = planning.plans[0]
     most = winner.estimate.num_chips if objective == "chips" else planning.constraints.max_chips
     objective = "time" if objective == "chips" else objective
@@ -75,10 +83,15 @@ def sensitivity(
     found = []
     for name, change, problem in _changed(winner.problem):
         progress(f"searching again with {-change:.0%} less {name}")
+        left = None if time_limit is None else max(0.0, until - time.monotonic())
+        best, reason = None, "not searched to its end"
         try:
-            best = plan_training(problem, objective=objective, top=1, constraints=constraints).plans[0]
+            again = plan_training(problem, objective=objective, top=1, constraints=constraints, time_limit=left)
+            best = again.plans[0] if again.search.complete else None
         except MeshwiseError as error:
-            found.append(Sensitivity(name, change, None, float("inf"), None, False, str(error)))
+            reason = str(error)
+        if best is None:
+            found.append(Sensitivity(name, change, None, float("inf"), None, False, reason))
             continue
         same = (str(best.layout), best.fabric.sizes) == (str(winner.layout), winner.fabric.sizes)
         kept = _kept(winner, problem)
@@ -178,14 +191,16 @@ def scale_training(
     *,
     constraints: Constraints | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    time_limit: float | None = None,
 ) -> Scaling:
     """Find the fastest plan on powers of two of the chips, up to all of them, for one and the same batch.
 
-    Interrupted after a plan was found, it gives those so far.
+    Interrupted, or after the seconds of `time_limit`, it gives the plans so far, of numbers whose search ended.
 
     Raises:
-        InfeasibleError: no number of chips has a plan.
+        InfeasibleError: no number of chips has a plan, or none was found in time.
     """
+    until = math.inf if time_limit is None else time.monotonic() + time_limit
     constraints = constraints or Constraints()
     whole = problem.network
     total = min(problem.cluster.num_chips, constraints.max_chips or problem.cluster.num_chips)
@@ -196,9 +211,11 @@ def scale_training(
             progress(f"searching {chips:,} of {total:,} chips")
             boxes = whole_parts_of(whole, chips)
             if boxes:
-                points.append(_point(problem, constraints, boxes, chips))
+                points.append(_point(problem, constraints, boxes, chips, until))
     except KeyboardInterrupt:
         if not any(p.plan for p in points):
+            if time.monotonic() > until:
+                raise nothing_in_time(problem, time_limit) from None
             raise
         complete = False
     if not any(p.plan for p in points):
@@ -206,9 +223,9 @@ def scale_training(
     return Scaling(tuple(points), *_end(points), complete)
 
 
-def _point(problem: TrainingProblem, constraints: Constraints, boxes: list[Fabric], chips: int) -> Point:
+def _point(problem: TrainingProblem, constraints: Constraints, boxes: list[Fabric], chips: int, until: float) -> Point:
     for space in asked_spaces(problem, constraints):
-        result = search(problem, boxes, space, top=1)
+        result = search(problem, boxes, space, top=1, until=until)
         if not result.complete:
             raise KeyboardInterrupt
         if result.best:
