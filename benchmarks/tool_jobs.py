@@ -192,10 +192,11 @@ def _tools(plan: Plan | ServingPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     problem = plan.problem
     if isinstance(problem, ServingProblem):
         assert isinstance(plan, ServingPlan)
-        return serving_runs_in(problem, plan.setup), tuple(t.name for t in serving_tools_for(problem))
-    assert isinstance(plan, Plan)
-    first = tuple(t for t in runs_in(plan) if t != "meshwise")
-    return first, tuple(t.name for t in tools_for(problem, USUAL))
+        runs, able = serving_runs_in(problem, plan.setup), serving_tools_for(problem)
+    else:
+        assert isinstance(plan, Plan)
+        runs, able = runs_in(plan), tools_for(problem, USUAL)
+    return tuple(t for t in runs if t != "meshwise"), tuple(t.name for t in able)  # ours reads plans as they are
 
 
 def _slower(job: Job, tool: str, answer: Answer) -> bool:

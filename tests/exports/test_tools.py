@@ -15,7 +15,7 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import TARGETS, runs_in, tools_for
-from meshwise.exports.serving import serving_runs_in, serving_tools_for
+from meshwise.exports.serving import check_served_by, serving_runs_in, serving_tools_for
 from meshwise.exports.targets import USUAL
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
@@ -132,7 +132,7 @@ def test_what_is_found_for_an_engine_can_be_exported_to_it(load):
     able = [t.name for t in serving_tools_for(usual.problem)]
     assert able
     for e in usual.plans:
-        takers = serving_runs_in(usual.problem, e.setup)
+        takers = tuple(t for t in serving_runs_in(usual.problem, e.setup) if t != "meshwise")  # it reads plans
         assert takers == tuple(t for t in able if taken_by(ServingPlan(usual.problem, e), t))
         assert takers
     for engine in able:
@@ -140,6 +140,24 @@ def test_what_is_found_for_an_engine_can_be_exported_to_it(load):
         assert all(taken_by(ServingPlan(usual.problem, e), engine) for e in found)
         others = [e for e in free.plans if engine in serving_runs_in(usual.problem, e.setup)]
         assert all(e.throughput_per_chip <= 1.01 * found[0].throughput_per_chip for e in others), "ties are within 1 %"
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_plans_say_that_our_engine_runs_them_where_it_would_not_refuse_them(load):
+    """One table: what `--tool meshwise` finds, what `meshwise serve` takes, and the names that plans show."""
+    free = serving(load, tool="none", top=100)
+    takes = []
+    for e in free.plans:
+        try:
+            check_served_by("meshwise", ServingPlan(free.problem, e))
+            takes.append(True)
+        except HandoverError:
+            takes.append(False)
+    assert ["meshwise" in serving_runs_in(free.problem, e.setup) for e in free.plans] == takes
+    assert any(takes) is (load not in {"large", "latents"}), "those are in fp8"
+    if any(takes):
+        asked = serving(load, tool="meshwise").plans
+        assert all("meshwise" in serving_runs_in(free.problem, e.setup) for e in asked)
 
 
 @pytest.mark.parametrize(("engine", "splits_width"), [("vllm", False), ("sglang", False), (("none",), True)])
@@ -169,7 +187,7 @@ def test_a_serving_layout_that_no_engine_asked_for_takes_is_refused():
 def test_several_tools_are_named_with_commas(capsys):
     words = "estimate serve llama-3-8b --on h100:8 --prompt 1024 --output 256 --batch 8 --layout tensor=8 --json --tool"
     assert main([*words.split(), "vllm,sglang"]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"][0]["runs_in"] == ["vllm", "sglang", "tensorrt-llm"]
+    assert json.loads(capsys.readouterr().out)["plans"][0]["runs_in"] == ["vllm", "sglang", "tensorrt-llm", "meshwise"]
 
 
 class Even(NamedTuple):

@@ -147,5 +147,5 @@ def asked_serving_tools(problem: ServingProblem, names: tuple[str, ...]) -> tupl
 
 
 def serving_runs_in(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
-    """Engines that take a plan of serving, by name."""
-    return tuple(tool.name for tool in serving_tools_for(problem) if tool.runs(setup))
+    """Engines that take a plan of serving, by name: those that `--tool` may ask for, ours among them."""
+    return tuple(tool.name for tool in serving_tools_for(problem, SERVING_TOOLS) if tool.runs(setup))
