@@ -20,7 +20,7 @@ _NAMES = {
     "meshwise.commands.collective": ("collective",),
     "meshwise.commands.estimate_serve": ("estimate_serve",),
     "meshwise.commands.estimate_train": ("estimate_train",),
-    "meshwise.commands.export": ("export",),
+    "meshwise.commands.export": ("export", "export_weights"),
     "meshwise.commands.fit": ("fit",),
     "meshwise.commands.hlo": ("explain", "explain_file"),
     "meshwise.commands.load": ("load",),

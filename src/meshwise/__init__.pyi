@@ -12,6 +12,7 @@ from meshwise.commands.catalogs import cluster as cluster
 from meshwise.commands.catalogs import clusters as clusters
 from meshwise.commands.catalogs import model as model
 from meshwise.commands.export import export as export
+from meshwise.commands.export import export_weights as export_weights
 from meshwise.commands.hlo import explain as explain
 from meshwise.commands.plan_serve import compare_serve as compare_serve
 from meshwise.commands.plan_train import compare_train as compare_train

@@ -30,9 +30,10 @@ from meshwise.runtime.generate import generate_timed, generator
 from meshwise.runtime.loop import Evaluation, Trained, Watchers, train
 from meshwise.runtime.optimizer import Hyperparameters, LearningRate
 from meshwise.runtime.processes import Processes, first_process, join
+from meshwise.runtime.saved import find_weights
 from meshwise.runtime.states import starting_state
 from meshwise.runtime.train import State, TrainStep, train_step
-from meshwise.runtime.weights import Weights, open_weights
+from meshwise.runtime.weights import LoadableWeights
 from meshwise.search import Plan
 
 
@@ -80,7 +81,7 @@ def _train(
     source, kept = _source(plan, request), None
     load: Callable[[TrainStep], tuple[int, State]] | None = None
     if request.weights is not None:
-        load = partial(_start, open_weights(Path(request.weights), plan.problem.model))
+        load = partial(_start, find_weights(Path(request.weights), plan.problem.model))
     with ExitStack() as stack:
         if request.checkpoint is not None:
             folder, identity = Path(request.checkpoint), _identity(plan, request, step, source)
@@ -131,7 +132,7 @@ def _file(request: RunRequest) -> str | None:
     return request.text if request.token_file is None else request.token_file
 
 
-def _start(published: Weights, step: TrainStep) -> tuple[int, State]:
+def _start(published: LoadableWeights, step: TrainStep) -> tuple[int, State]:
     """No steps, and the state before the first."""
     return 0, starting_state(step, published)
 
@@ -210,7 +211,7 @@ def generate_as_planned(plan: Plan, request: GenerateRequest, *, progress: Tell,
     model, layout, dtype = plan.problem.model, plan.layout, plan.problem.job.formats.activations
     tokenizer = None if request.tokenizer_file is None else read_tokenizer(request.tokenizer_file)[0]
     prompt = _prompt(request, tokenizer, model.vocab_size)
-    published = None if request.weights is None else open_weights(Path(request.weights), model)
+    published = None if request.weights is None else find_weights(Path(request.weights), model)
     devices = plan_devices(plan, request.cpu_devices, say)
     sequences = layout.data * layout.fsdp * layout.expert
     length, placed = len(prompt) + request.tokens, place_devices(devices, layout)

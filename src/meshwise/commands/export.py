@@ -1,18 +1,23 @@
-"""`export`: a saved plan as the configuration of another tool. Not here: what the tools say (`exports`)."""
+"""`export`: a saved plan as the configuration of another tool, or a trained model's weights as they are published.
+
+Not here: what the tools say (`exports`), how weights are written (`runtime.weights`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Literal
 
 from meshwise.commands.command import Screen, verb
 from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
-from meshwise.commands.requests import File, Request
-from meshwise.core.errors import MeshwiseError
+from meshwise.commands.requests import File, Request, attributes
+from meshwise.core.errors import MeshwiseError, MissingDependencyError
 from meshwise.exports import TARGETS, Exported, hand_over
 from meshwise.exports.serving import SERVING_TARGETS, hand_over_serving
-from meshwise.report.export import export_report
+from meshwise.report.export import ExportedWeights, export_report, weights_report
+from meshwise.runtime.devices import find_devices
 from meshwise.search import Plan
 from meshwise.search.serving import ServingPlan
 
@@ -41,20 +46,52 @@ def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exp
         plan = read_plan(plan, ServingPlan) if kind_of_plan(plan) == "serving" else read_plan(plan, Plan)
     kinds = {"training": TARGETS, "serving": SERVING_TARGETS}
     kind, other = ("serving", "training") if isinstance(plan, ServingPlan) else ("training", "serving")
+    if to == "transformers":
+        raise MeshwiseError("to: a plan has no weights; export_weights writes those of a saved step")
     if to in kinds[other]:
         raise MeshwiseError(f"to: {to} does no {kind}, and this is a plan of {kind}: use {', '.join(kinds[kind])}")
     return hand_over_serving(plan, to) if isinstance(plan, ServingPlan) else hand_over(plan, to)
+
+
+def export_weights(checkpoint: str | os.PathLike[str], *, output: str | os.PathLike[str]) -> ExportedWeights:
+    """Write a trained model's weights as they are published: what `meshwise export --to transformers` answers.
+
+    Args:
+        checkpoint: the folder of a run's `checkpoint`, whose last step is taken, or that of one step.
+        output: a new folder, for safetensors in the published names and config.json.
+
+    Raises:
+        MissingDependencyError: JAX, orbax or safetensors is missing.
+        ConfigError: a torn step; a model whose family's names are not known.
+        MeshwiseError: no saved step; a folder that is there already or cannot be written.
+    """
+    find_devices()  # which orbax asks for; what is not there is left out in silence
+    if importlib.util.find_spec("orbax") is None:
+        raise MissingDependencyError("a checkpoint needs the library orbax: pip install 'meshwise[run]'")
+    from meshwise.runtime.saved import export_step, saved_weights  # noqa: PLC0415  (an optional extra)
+
+    saved = saved_weights(Path(checkpoint))
+    if saved is None:
+        raise MeshwiseError(
+            f"{checkpoint}: expected the folder of 'meshwise run --checkpoint', found no saved step in it"
+        )
+    written = export_step(saved, Path(output))
+    return ExportedWeights(
+        model=saved.model.name,
+        step=saved.step.number,
+        **attributes(written, "folder", "files", "tensors", "bytes", "config"),
+    )
 
 
 class _ExportRequest(Request):
     positional = ("plan",)
 
     plan: File
-    """A saved plan."""
-    to: Literal[(*TARGETS, *SERVING_TARGETS)]  # type: ignore[valid-type]
-    """Tool that will run the plan."""
+    """A saved plan; for transformers the folder of a --checkpoint."""
+    to: Literal[(*TARGETS, *SERVING_TARGETS, "transformers")]  # type: ignore[valid-type]
+    """Tool that will run the plan; for transformers the weights of a saved step are written."""
     output: Path | None = None
-    """Write to this file."""
+    """Write to this file; for transformers, to this new folder."""
 
 
 @verb(_ExportRequest)
@@ -63,7 +100,8 @@ def show_export(screen: Screen, request: _ExportRequest) -> None:
 
     PLAN is a file that --save wrote, of training (maxtext to jax) or of serving (vllm to jetstream). Without
     --output the configuration is printed; --explain lists what it leaves to you. A choice that the tool cannot
-    express is an error that names it and the nearest possible choice.
+    express is an error that names it and the nearest possible choice. For transformers the weights of a step that
+    'run --checkpoint' saved are written to a folder: safetensors in the published names, and config.json.
 
     \b
       meshwise plan train llama-3-70b --on h100:512 --batch-tokens 4Mi \\
@@ -72,10 +110,14 @@ def show_export(screen: Screen, request: _ExportRequest) -> None:
       meshwise plan serve llama-3-8b --on h100:8 --prompt 1024 \\
         --output 256 --save plan.json
       meshwise export plan.json --to vllm --output serve.sh
+      meshwise export steps --to transformers --output model
     """  # noqa: D301  (click's mark for lines that stay as they are)
+    if request.to == "transformers":
+        if request.output is None:
+            raise MeshwiseError("--to transformers needs --output, a new folder for the weights")
+        return screen.show(weights_report(export_weights(request.plan, output=request.output), request.echo()))
     handed = export(request.plan, to=request.to)
     write_file("--output", request.output, lambda: handed.text)
     if request.output is None and not screen.as_json and not screen.explain:
-        screen.write(handed.text)
-    else:
-        screen.show(export_report(handed, request.echo()))
+        return screen.write(handed.text)
+    return screen.show(export_report(handed, request.echo()))

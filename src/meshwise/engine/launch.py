@@ -20,8 +20,8 @@ from meshwise.engine.executor import JaxExecutor
 from meshwise.models import Model
 from meshwise.runtime.devices import find_devices, software_of
 from meshwise.runtime.loop import in_words
+from meshwise.runtime.saved import find_weights
 from meshwise.runtime.steps import PagedModel, paged_model
-from meshwise.runtime.weights import open_weights
 from meshwise.scheduling import Scheduling
 from meshwise.sharding.layout import Layout
 
@@ -113,7 +113,7 @@ def launch(
     devices = _devices(layout, cpu_devices, say)
     on_cpu = devices[0].platform == "cpu"
     chosen = dtype or (DType.FP32 if on_cpu else DType.BF16)
-    published = None if weights is None else open_weights(weights, model)
+    published = None if weights is None else find_weights(weights, model)
     scheduling = Scheduling(
         limits.policy,
         limits.max_batch or (8 if on_cpu else 64),

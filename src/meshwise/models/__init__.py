@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwise.models.catalog import CatalogEntry, catalog, load_model, model_names
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount
 from meshwise.models.model import Model, Source
+from meshwise.models.published import as_published
 from meshwise.models.reading import parse_json, read_config, read_dimensions, read_model_json
 from meshwise.models.spec import Architecture
 
@@ -16,6 +17,7 @@ __all__ = [
     "Model",
     "ParameterCount",
     "Source",
+    "as_published",
     "catalog",
     "load_model",
     "model_names",

@@ -10,9 +10,7 @@ import fcntl
 import importlib.util
 import json
 import os
-import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,12 +23,11 @@ import numpy as np
 from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError
 from meshwise.core.units import format_bytes
 from meshwise.runtime.processes import first_process, on_all, on_first
+from meshwise.runtime.saved import RECORD, STATE, STEP, VERSION, SavedStep, files_of, put
 from meshwise.runtime.states import rearranged
 from meshwise.runtime.train import State, TrainStep
 
-_VERSION = "1"
-_STEP = re.compile(r"step-(\d{8})")
-_STATE, _RECORD, _UNFINISHED = "state", "meshwise.json", ".unfinished"
+_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -119,19 +116,19 @@ class Checkpoints:
 
     def _check_folder(self) -> None:
         """See that the folder holds steps of this run, or nothing."""
-        others = sorted(p.name for p in self.folder.iterdir() if p.name != "lock" and not _STEP.match(p.name))
+        others = sorted(p.name for p in self.folder.iterdir() if p.name != "lock" and not STEP.match(p.name))
         if others:
             raise MeshwiseError(
                 f"--checkpoint {self.folder}: expected an empty folder or saved steps, found {others[0]!r}; "
                 "name a new one"
             )
         if self.latest:
-            self._check(self._record(self.latest))
+            self._check(self._saved(self.latest).record(*self.identity))
 
     @property
     def latest(self) -> int:
         """Number of the last step that was saved; 0 for none."""
-        matches = (_STEP.fullmatch(p.name) for p in self.folder.iterdir())
+        matches = (STEP.fullmatch(p.name) for p in self.folder.iterdir())
         return max((int(m[1]) for m in matches if m), default=0)
 
     def is_due(self, step: int) -> bool:
@@ -173,23 +170,23 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # noqa: PLC0415  (an optional extra)
 
         with self._saving(step), ocp.StandardCheckpointer() as writer:
-            writer.save((self._unfinished(step) / _STATE).absolute(), state)
+            writer.save((self._unfinished(step) / STATE).absolute(), state)
             writer.wait_until_finished()
 
     def _finish(self, step: int) -> None:
         """Write the record of a written state, and rename it to its final name when the disk has all of it."""
         unfinished = self._unfinished(step)
         with self._saving(step):
-            own = {"layout": str(self.step.layout), "order": self.step.layer_order, "files": _files(unfinished)}
-            record = {"format": _VERSION, "step": step, **self.identity, **own}
-            (unfinished / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+            own = {"layout": str(self.step.layout), "order": self.step.layer_order, "files": files_of(unfinished)}
+            record = {"format": VERSION, "step": step, **self.identity, **own}
+            (unfinished / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
             _sync(*unfinished.rglob("*"), unfinished)
             unfinished.rename(self._place(step))
             _sync(self.folder)
 
     def _remove_old(self, step: int) -> None:
         """Remove what is older than the steps to keep: renamed first, so that none is ever there in part."""
-        matches = (_STEP.fullmatch(p.name) for p in self.folder.iterdir())
+        matches = (STEP.fullmatch(p.name) for p in self.folder.iterdir())
         numbers = sorted(int(m[1]) for m in matches if m)
         with self._saving(step):
             for number in numbers[: -self.keep] if self.keep else ():
@@ -211,39 +208,23 @@ class Checkpoints:
         Raises:
             ConfigError: files are missing, or are not what was saved.
         """
-        number = self.latest
-        record = self._record(number)
-        on_first(lambda: self._check_files(number, record))
-        there = self._place(number) / _STATE
+        saved = self._saved(self.latest)
+        record = saved.record(*self.identity)
+        on_first(lambda: saved.check_files(record))
         try:
             if record["order"] == step.layer_order:
-                return number, _read_state(there, step.abstract_state)
-            whole = rearranged(_read_whole(there), record["order"], step)
+                return saved.number, _read_state(saved.place / STATE, step.abstract_state)
+            whole = rearranged(saved.read(), record["order"], step)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            words = f"{_RECORD} lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
-            raise self._torn(number, words) from None
-        return number, jax.tree.map(_put, step.abstract_state, whole)
+            words = f"{RECORD} lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            raise saved.torn(words) from None
+        return saved.number, jax.tree.map(put, step.abstract_state, whole)
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _record(self, number: int) -> dict[str, Any]:
-        """Read what a step is the state of."""
-        file = self._place(number) / _RECORD
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise self._torn(number, f"{_RECORD}: {error}") from None
-        if not isinstance(record, dict) or record.get("format") != _VERSION:
-            other = record.get("format") if isinstance(record, dict) else None
-            raise ConfigError(
-                f"checkpoint {self._place(number)}: expected format {_VERSION!r}, found {other!r}; "
-                "it was written by another version"
-            )
-        mappings = ("files", "order", *self.identity)
-        if record.get("step") != number or not all(isinstance(record.get(name), dict) for name in mappings):
-            raise self._torn(number, f"{_RECORD} was changed")
-        return record
+    def _saved(self, number: int) -> SavedStep:
+        return SavedStep(self._place(number), number)
 
     def _check(self, record: Mapping[str, Any]) -> None:
         """Refuse what differs, by name."""
@@ -256,22 +237,6 @@ class Checkpoints:
                     f"--checkpoint {self.folder} is of another run: {what}{name}: {keys[0]}: it has "
                     f"{_short(there.get(keys[0]))}, this run {_short(here.get(keys[0]))}; name another folder"
                 )
-
-    def _check_files(self, number: int, record: Mapping[str, Any]) -> None:
-        """See that every file is what was saved."""
-        found = _files(self._place(number))
-        found.pop(_RECORD, None)
-        for name, expected in record["files"].items():
-            if name not in found:
-                raise self._torn(number, f"{name} is missing")
-            if found[name] != expected:
-                raise self._torn(number, f"{name} is not what was saved (it has {found[name][0]:,} bytes)")
-
-    def _torn(self, number: int, words: str) -> ConfigError:
-        place = self._place(number)
-        return ConfigError(
-            f"checkpoint {place} is torn: {words}; remove that folder to go on from the step that was saved before it"
-        )
 
 
 def _lock(folder: Path) -> int:
@@ -290,36 +255,6 @@ def _read_state(there: Path, abstract: State) -> State:
 
     with ocp.StandardCheckpointer() as reader:
         return dict(reader.restore(there.absolute(), abstract))
-
-
-def _read_whole(there: Path) -> State:
-    """Read arrays whole, into the memory of the host."""
-    import orbax.checkpoint as ocp  # noqa: PLC0415
-
-    with ocp.PyTreeCheckpointer() as reader:
-        tree = reader.metadata(there.absolute()).item_metadata.tree
-        how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        return dict(reader.restore(there.absolute(), restore_args=how))
-
-
-def _put(abstract: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
-    whole = np.asarray(value)
-    assert whole.shape == abstract.shape, f"{whole.shape} is not {abstract.shape}"
-    return jax.make_array_from_callback(whole.shape, abstract.sharding, whole.__getitem__)
-
-
-def _files(folder: Path) -> dict[str, list[int]]:
-    """File -> bytes and checksum."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {p.relative_to(folder).as_posix(): [p.stat().st_size, _checksum(p)] for p in paths}
-
-
-def _checksum(file: Path) -> int:
-    total = 0
-    with file.open("rb") as stream:
-        while part := stream.read(1 << 24):
-            total = zlib.crc32(part, total)
-    return total
 
 
 def _sync(*paths: Path) -> None:

@@ -39,7 +39,7 @@ from meshwise.runtime.params import (
 )
 from meshwise.runtime.refusals import check_even, check_model
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.weights import Weights
+from meshwise.runtime.weights import LoadableWeights
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
@@ -68,8 +68,8 @@ class Decoder:
         placement = self.stack.placement
         return jax.tree.map(lambda p: p.abstract(placement, "weights", self.dtype), self.parameters)
 
-    def load(self, published: Weights) -> Tree:
-        """Read weights from published files, each where it is held."""
+    def load(self, published: LoadableWeights) -> Tree:
+        """Read weights from published files or a saved step, each where it is held."""
         order = layer_order(self.stack.segments, self.parameters)
         return published.load(self.parameters, order, self.abstract_weights)
 

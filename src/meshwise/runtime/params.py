@@ -245,3 +245,17 @@ def layer_order(
         layers = [n for place in sorted(places) for n in places[place]]
         order[key] = {"block": block, "layers": layers, "stack": stack}
     return order
+
+
+def by_layer(
+    tree: Mapping[str, Mapping[str, Any]], order: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, str, int], Any]:
+    """Weights apart: (block, name, number of the layer) -> array."""
+    found = {}
+    for key, weights in tree.items():
+        old = order[key]
+        for name, array in weights.items():
+            own = np.shape(array)[len(old["stack"]) :]
+            each = np.asarray(array).reshape(len(old["layers"]), *own)
+            found.update({(old["block"], name, n): value for n, value in zip(old["layers"], each, strict=True)})
+    return found

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.runtime.params import zeros
+from meshwise.runtime.params import by_layer, zeros
 from meshwise.runtime.train import State, TrainStep
-from meshwise.runtime.weights.loading import Weights
+from meshwise.runtime.weights.loading import LoadableWeights
 
 
-def starting_state(step: TrainStep, published: Weights) -> State:
+def starting_state(step: TrainStep, published: LoadableWeights) -> State:
     """The state before the first step: weights and their master copy from the file, moments of zero.
 
     Args:
         step: the program.
-        published: weights of its model.
+        published: weights of its model, of files or of a saved step.
     """
     abstract = step.abstract_state
     held = {
@@ -47,7 +47,7 @@ def rearranged(state: State, order: Mapping[str, Mapping[str, Any]], step: Train
     """
 
     def one(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        apart = _by_layer(tree, order)
+        apart = by_layer(tree, order)
         return {
             key: {
                 name: np.stack([apart[new["block"], name, n] for n in new["layers"]]).reshape(
@@ -61,17 +61,3 @@ def rearranged(state: State, order: Mapping[str, Mapping[str, Any]], step: Train
     parts = {name: one(tree) for name, tree in state.items() if name in ("weights", "master")}
     moments = {name: one(tree) for name, tree in state.get("moments", {}).items()}
     return {"step": np.asarray(state["step"]), **parts, "moments": moments}
-
-
-def _by_layer(
-    tree: Mapping[str, Mapping[str, Any]], order: Mapping[str, Mapping[str, Any]]
-) -> dict[tuple[str, str, int], Any]:
-    """(block, name, number of the layer) -> array."""
-    found = {}
-    for key, weights in tree.items():
-        old = order[key]
-        for name, array in weights.items():
-            own = np.shape(array)[len(old["stack"]) :]
-            each = np.asarray(array).reshape(len(old["layers"]), *own)
-            found.update({(old["block"], name, n): value for n, value in zip(old["layers"], each, strict=True)})
-    return found

@@ -130,6 +130,41 @@ class Stored:
         own_part = apart[(slice(None),) * (at + 1) + (slice(begin, begin + each[place]),)]
         return own_part.reshape(*array.shape[:at], heads * each[place], *array.shape[at + 1 :])
 
+    def give(self, parts: Mapping[str, Array], shapes: Mapping[str, Shape]) -> Array:
+        """The tensor of the file: what `take` reads.
+
+        Args:
+            parts: the weights that lie in it, each as it is held here.
+            shapes: of all weights of its block.
+        """
+        assert not self.paired, "as GGUF holds them, which is not written"
+        whole = self._joined({own: self._outputs_first(array, shapes[own]) for own, array in parts.items()}, shapes)
+        inputs = next(iter(shapes[own] for own in parts)).inputs
+        return np.ascontiguousarray(np.swapaxes(whole, -1, -2) if inputs and not self.transposed else whole)
+
+    def _outputs_first(self, array: Array, mine: Shape) -> Array:
+        """[experts, outputs, inputs], outputs and inputs as one dimension each."""
+        experts = () if self.by_expert else mine.experts
+        at, entering = len(experts), len(mine.inputs)
+        order = [*range(at), *range(at + entering, array.ndim), *range(at, at + entering)]
+        sides = (math.prod(mine.outputs), *((math.prod(mine.inputs),) if mine.inputs else ()))
+        return array.transpose(order).reshape(*experts, *sides)
+
+    def _joined(self, parts: Mapping[str, Array], shapes: Mapping[str, Shape]) -> Array:
+        """Weights that are fused, in the order in which they lie."""
+        if not self.among:
+            return next(iter(parts.values()))
+        arrays = [parts[own] for own in self.among]
+        mine = shapes[self.among[0]]
+        at = 0 if self.by_expert else len(mine.experts)
+        if self.fused == "in_turns":
+            joined = np.stack(arrays, axis=at + 1)
+        else:
+            heads = mine.outputs[0] if self.fused == "in_heads" else 1
+            apart = [a.reshape(*a.shape[:at], heads, a.shape[at] // heads, *a.shape[at + 1 :]) for a in arrays]
+            joined = np.concatenate(apart, axis=at + 1)
+        return joined.reshape(*joined.shape[:at], -1, *joined.shape[at + 2 :])
+
 
 #: Formats whose numbers are the weights themselves; narrower ones come with scales.
 _PLAIN = ("F64", "F32", "F16", "BF16")

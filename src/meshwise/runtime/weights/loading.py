@@ -60,17 +60,25 @@ def open_weights(path: Path, model: Model) -> Weights:
         raise MeshwiseError(f"--weights {path}: there is no such file; give a .safetensors or .gguf file, or a folder")
     if path.suffix == ".gguf":
         file = GgufFile(path)
-        found = Weights(model, file, gguf_names(model, file))
+        found = Weights(model, gguf_names(model, file), file)
     elif path.is_dir() or path.suffix == ".safetensors":
-        found = Weights(model, SafetensorsFiles(path), hub_names(model))
+        found = Weights(model, hub_names(model), SafetensorsFiles(path))
     else:
         raise MeshwiseError(f"--weights {path}: expected a .safetensors or .gguf file, or a folder of the former")
     found.check()
     return found
 
 
+class LoadableWeights(Protocol):
+    """Weights of a model, wherever they are kept."""
+
+    def load(self, parameters: Mapping[str, Mapping[str, Parameter]], order: Order, abstract: Tree) -> Tree:
+        """Read weights into arrays."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A weight of one layer, and of one expert where each has a tensor of its own."""
 
     name: str
@@ -85,18 +93,70 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Weights of a model in files.
+class Published:
+    """Where published files hold the weights of a model.
 
     Args:
         model: whose they are.
-        file: the tensors.
         names: weight -> where it lies.
     """
 
     model: Model
-    file: TensorFile
     names: Mapping[str, Stored]
+
+    @cached_property
+    def layers(self) -> Mapping[str, list[int]]:
+        """Block -> numbers of its layers; 0 alone for a block that is no layer."""
+        found: dict[str, list[int]] = {block.name: [0] for block in self.model.train_program()}
+        for block in (order := read_numerics(self.model).order):
+            found[block] = []
+        for layer, block in enumerate(order):
+            found[block].append(layer)
+        return found
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Mapping[str, Shape]]:
+        """Block -> name of a weight -> its shape."""
+        program = self.model.train_program()
+        return {b.name: {t.name: shape_of(b, t, program.sizes) for t in b.weights} for b in program}
+
+    def pieces(self, block: str, own: str, layer: int) -> dict[tuple[int, ...], Piece]:
+        """The tensors that hold one layer's weight: by expert where each has its own, else one under ()."""
+        stored = self.names.get(own)
+        if stored is None:
+            raise ConfigError(
+                f"{self._where}model {self.model.name}: files of family {self.model.family!r} hold no "
+                f"{own!r} of block {block!r}, as far as is known here"
+            )
+        shapes = self.shapes[block]
+        if not stored.by_expert:
+            return {(): Piece(self._name(stored.name, layer=layer), stored, own, shapes)}
+        count = shapes[own].experts[0]
+        names = (self._name(stored.name, layer=layer, expert=e) for e in range(count))
+        return {(e,): Piece(name, stored, own, shapes) for e, name in enumerate(names)}
+
+    @property
+    def _where(self) -> str:
+        """What an error says first."""
+        return ""
+
+    def _name(self, template: str, **numbers: int) -> str:
+        return template.format(**numbers)
+
+
+@dataclass(frozen=True)
+class Weights(Published):
+    """Weights of a model in files.
+
+    Args:
+        file: the tensors.
+    """
+
+    file: TensorFile
+
+    @property
+    def _where(self) -> str:
+        return f"--weights {self.file.path}: "
 
     def check(self) -> None:
         """Check that the file holds every weight in its shape, and nothing else.
@@ -115,7 +175,7 @@ class Weights:
                 f"{', '.join(rest[:5])}{', ...' if len(rest) > 5 else ''}; is it another model's file?"
             )
 
-    def _check_piece(self, piece: _Piece) -> None:
+    def _check_piece(self, piece: Piece) -> None:
         found = self.file.shapes.get(piece.name)
         if found is None:
             raise ConfigError(
@@ -135,45 +195,17 @@ class Weights:
             return False
         return bool(np.array_equal(self.file.read(name), self.file.read(self._name(table.name))))
 
-    def _all(self) -> Iterator[_Piece]:
+    def _all(self) -> Iterator[Piece]:
         for block in self.model.train_program():
             for t in block.weights:
                 for number in range(block.repeat):
-                    yield from self._pieces(block.name, t.name, self._layers.get(block.name, [0])[number]).values()
-
-    @cached_property
-    def _layers(self) -> dict[str, list[int]]:
-        """Block -> numbers of its layers."""
-        found: dict[str, list[int]] = {}
-        for layer, block in enumerate(read_numerics(self.model).order):
-            found.setdefault(block, []).append(layer)
-        return found
-
-    def _pieces(self, block: str, own: str, layer: int) -> dict[tuple[int, ...], _Piece]:
-        """The tensors that hold one layer's weight: by expert where each has its own, else one under ()."""
-        stored = self.names.get(own)
-        if stored is None:
-            raise ConfigError(
-                f"--weights {self.file.path}: model {self.model.name}: files of family {self.model.family!r} hold no "
-                f"{own!r} of block {block!r}, as far as is known here"
-            )
-        shapes = self._shapes[block]
-        if not stored.by_expert:
-            return {(): _Piece(self._name(stored.name, layer=layer), stored, own, shapes)}
-        count = shapes[own].experts[0]
-        names = (self._name(stored.name, layer=layer, expert=e) for e in range(count))
-        return {(e,): _Piece(name, stored, own, shapes) for e, name in enumerate(names)}
+                    yield from self.pieces(block.name, t.name, self.layers[block.name][number]).values()
 
     def _name(self, template: str, **numbers: int) -> str:
         """Fill in a name; some published files leave out the first part of names."""
         name = template.format(**numbers)
         short = name.removeprefix("transformer.")
         return short if name not in self.file.shapes and short in self.file.shapes else name
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, Mapping[str, Shape]]:
-        program = self.model.train_program()
-        return {b.name: {t.name: shape_of(b, t, program.sizes) for t in b.weights} for b in program}
 
     def load(self, parameters: Mapping[str, Mapping[str, Parameter]], order: Order, abstract: Tree) -> Tree:
         """Read weights into arrays.
@@ -185,20 +217,19 @@ class Weights:
 
         Returns: the arrays, by run and name; each device has its own part alone.
         """
-        layers, tree = self._layers, Tree()
+        tree = Tree()
         for key, run in parameters.items():
             block, numbers = order[key]["block"], order[key]["layers"]
             tree[key] = {}
             for name, parameter in run.items():
                 read: dict[tuple[int, ...], Callable[[], Array]] = {}
                 for place, number in zip(product(*map(range, parameter.stack)), numbers, strict=True):
-                    layer = layers.get(block, [0])[number]
-                    for rest, piece in self._pieces(block, name, layer).items():
+                    for rest, piece in self.pieces(block, name, self.layers[block][number]).items():
                         read[*place, *rest] = partial(self._read, piece)
                 tree[key][name] = _place(abstract[key][name], read)
         return tree
 
-    def _read(self, piece: _Piece) -> Array:
+    def _read(self, piece: Piece) -> Array:
         return piece.stored.take(self.file.read(piece.name), piece.own, piece.shapes)
 
 
