@@ -293,6 +293,8 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "pareto[].decode_layout": "as text",
             "search.configurations": "layouts with a place on the network and a batch, of both steps, each priced",
             "search.pairs": "of prefill and generation that were put together",
+            "search.complete": "whether the search came to its end; false after Ctrl-C or --time-limit",
+            "search.gap": "share by which the best may still be from the optimum; 0 when complete, 1 when not known",
             "search.cpu_s": "CPU seconds",
         },
     ),

@@ -222,6 +222,7 @@ def plan_serve(
     csv: str | os.PathLike[str] | None = None,
     calibration: str = "fitted",
     progress: Callable[[str], None] = ...,
+    time_limit: float | None = None,
 ) -> ServingPlanResult: ...
 def plan_train(
     model: str,

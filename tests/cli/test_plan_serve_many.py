@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 import meshwise
-from meshwise.search.serving.studies import Alternative, plan_alternatives
+from meshwise.search.serving.alternatives import Alternative, plan_alternatives
 
 LOAD = ("--prompt", "512", "--output", "128", "--max-batch", "16")
 MODEL = ("plan", "serve", "llama-3-8b")
@@ -118,7 +118,7 @@ def test_of_clusters_that_are_nearly_as_good_the_better_is_first_and_plans_of_on
     for names in permutations(found):
         problems = {Alternative(name, "bf16"): plain.problem for name in names}
         plans = iter([replace(plain, plans=found[name], simulated=()) for name in names])
-        ranked = plan_alternatives(problems, lambda _, plans=plans: next(plans), 10).ranked
+        ranked = plan_alternatives(problems, lambda *_, plans=plans: next(plans), 10).ranked
         assert list(dict.fromkeys(which.cluster for which, _ in ranked)) == ["more", "sooner", "own order"]
         for name, own in found.items():
             assert [p.estimate for which, p in ranked if which.cluster == name] == list(own)

@@ -131,6 +131,15 @@ class Screen(Protocol):
         """Print a report."""
 
 
+#: Seconds that a search may take while somebody waits at a terminal.
+_PATIENCE = 60.0
+
+
+def patience(screen: Screen, time_limit: float | None) -> float | None:
+    """Seconds that a search may take: those that were asked for; a minute while somebody waits; None for any."""
+    return _PATIENCE if time_limit is None and screen.terminal_progress is not None else time_limit
+
+
 @dataclass(frozen=True)
 class Verb:
     """A verb of the command line.

@@ -13,13 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from meshwise.commands.command import Screen, Tell, command, silent, verb
+from meshwise.commands.command import Screen, Tell, command, patience, silent, verb
 from meshwise.commands.estimate_serve import EngineFiles, ServeRequest, parse_chunk
 from meshwise.commands.plan_files import check_save, save_plan, write_file
-from meshwise.commands.requests import Flag, listed, validated
-from meshwise.core.errors import MeshwiseError
+from meshwise.commands.requests import Flag, TimeLimit, listed, validated
+from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.core.explanation import Answer
-from meshwise.core.units import Quantity, format_percent, parse_duration, parse_fraction
+from meshwise.core.units import Quantity, format_percent, format_time, parse_duration, parse_fraction
 from meshwise.costs.engines import engine_chunk
 from meshwise.costs.problem import ServingProblem
 from meshwise.exports.serving import asked_serving_tools
@@ -29,7 +29,8 @@ from meshwise.jobs.traffic import Load, read_trace
 from meshwise.report.plan_serve import plan_serve_report, plan_serve_svg
 from meshwise.report.serve_alternatives import alternatives_report, alternatives_svg
 from meshwise.search.serving import ServingConstraints, ServingPlan, ServingPlanResult, plan_serving, plan_simulated
-from meshwise.search.serving.studies import Alternative, ServingAlternatives, plan_alternatives
+from meshwise.search.serving.alternatives import Alternative, ServingAlternatives, plan_alternatives
+from meshwise.search.until import OutOfTime, Until
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.simulation.serving import LatencyTarget, LatencyTargets
 
@@ -184,21 +185,31 @@ def split_precisions(text: str) -> tuple[str, ...]:
 
 
 def find_serving_plans(
-    request: PlanServeRequest, problem: ServingProblem, progress: Tell = silent
+    request: PlanServeRequest, problem: ServingProblem, progress: Tell = silent, time_limit: float | None = None
 ) -> ServingPlanResult:
-    """Answer the request; `problem` is its own, resolved.
+    """Answer the request; `problem` is its own, resolved; `time_limit` in seconds.
 
     Raises:
-        InfeasibleError: nothing fits, or nothing keeps the targets.
+        InfeasibleError: nothing fits, nothing keeps the targets, or nothing was found in time.
     """
-    if not request.simulates:
-        return plan_serving(problem, constraints=request.constraints_on(problem), top=request.top)
-    targets, requests = LatencyTargets(request.max_ttft, request.max_tpot), request.requests(problem.load)
-    return plan_simulated(problem, request.constraints_on(problem), targets, requests, request.top, progress)
+    until, constraints = Until.after(time_limit), request.constraints_on(problem)
+    try:
+        if not request.simulates:
+            return plan_serving(problem, constraints=constraints, top=request.top, until=until)
+        targets, requests = LatencyTargets(request.max_ttft, request.max_tpot), request.requests(problem.load)
+        return plan_simulated(problem, constraints, targets, requests, request.top, progress, until)
+    except OutOfTime:
+        raise InfeasibleError(
+            f"no plan of {problem.model.name} on {problem.cluster.name} was found in {format_time(time_limit or 0.0)}; "
+            "nothing is proved, there may be one: raise --time-limit"
+            + (", or give targets as means (--no-simulate)" if request.simulates else "")
+        ) from None
 
 
 @command(PlanServeRequest)
-def plan_serve(request: PlanServeRequest, *, progress: Tell = silent) -> ServingPlanResult:
+def plan_serve(
+    request: PlanServeRequest, *, progress: Tell = silent, time_limit: float | None = None
+) -> ServingPlanResult:
     """Find the best ways to serve a load: what `meshwise plan serve` answers, as values.
 
     >>> import meshwise
@@ -209,6 +220,8 @@ def plan_serve(request: PlanServeRequest, *, progress: Tell = silent) -> Serving
 
     Args:
         progress: told a line now and then.
+        time_limit: seconds after which searching ends with the best so far; `search.gap` says how good that is. None
+            for as long as it takes.
 
     Returns: the plans, best first, and why others lose.
 
@@ -217,11 +230,15 @@ def plan_serve(request: PlanServeRequest, *, progress: Tell = silent) -> Serving
     """
     if request.several:
         raise MeshwiseError("on, precision: several are compared by meshwise.compare_serve; give one of each")
-    return find_serving_plans(request, request.problem(), progress)
+    return find_serving_plans(request, request.problem(), progress, time_limit)
 
 
-def find_alternatives(request: PlanServeRequest, progress: Tell = silent) -> ServingAlternatives:
+def find_alternatives(
+    request: PlanServeRequest, progress: Tell = silent, time_limit: float | None = None
+) -> ServingAlternatives:
     """Plan on each of the clusters that `--on a,b` names, in each of the precisions that `--precision a,b` names.
+
+    Each gets an even share of the seconds of `time_limit` that are left.
 
     Raises:
         MeshwiseError: a cluster that cannot be found; one, or a precision, given twice.
@@ -237,11 +254,11 @@ def find_alternatives(request: PlanServeRequest, progress: Tell = silent) -> Ser
             problem = request.model_copy(update={"on": name, "precision": precision}).problem()
             problems[Alternative(name or str(request.cluster), problem.load.precision)] = problem
 
-    def search(problem: ServingProblem) -> ServingPlanResult:
+    def search(problem: ServingProblem, share: float | None) -> ServingPlanResult:
         which = f"{problem.cluster.name}, {problem.load.precision}"
-        return find_serving_plans(request, problem, lambda line: progress(f"{which}: {line}"))
+        return find_serving_plans(request, problem, lambda line: progress(f"{which}: {line}"), share)
 
-    return plan_alternatives(problems, search, request.top)
+    return plan_alternatives(problems, search, request.top, time_limit)
 
 
 def compare_serve(
@@ -269,9 +286,17 @@ def compare_serve(
     return find_alternatives(validated(PlanServeRequest, given))
 
 
-class _Files(EngineFiles):
-    sections: ClassVar = {"Output": ("save", "svg", "engine", "prefill_engine")}
+class _Further(EngineFiles):
+    """What the command line adds."""
 
+    sections: ClassVar = {
+        "Search": ("time_limit",),
+        "Output": ("save", "svg", "engine", "prefill_engine"),
+    }
+
+    time_limit: TimeLimit = Field(default=None, gt=0)
+    """End the search after this time with the best so far, and say how far it may be from the best possible; on a
+    terminal by default after a minute. Several clusters and precisions share it."""
     save: Path | None = None
     """Write the best plan to this file, as JSON."""
     svg: Path | None = None
@@ -282,13 +307,13 @@ Answer.reports[ServingPlanResult] = lambda planning: plan_serve_report(planning,
 Answer.reports[ServingAlternatives] = lambda found: alternatives_report(found, {})
 
 
-@verb(PlanServeRequest, _Files)
-def show_plans(screen: Screen, request: PlanServeRequest, files: _Files) -> None:
+@verb(PlanServeRequest, _Further)
+def show_plans(screen: Screen, request: PlanServeRequest, further: _Further) -> None:
     """Find the best layouts for a serving load, and why the others lose.
 
     Searches engines of every size, layouts of prefill and decode, aggregated or disaggregated, and batches. Several
     clusters (--on h100:8,h200:8) or precisions (--precision bf16,fp8) are compared. If nothing fits or meets the
-    targets, the exit code is 3.
+    targets, the exit code is 3. Ctrl-C during a search, or the end of its time (--time-limit), shows the best so far.
 
     \b
       meshwise plan serve llama-3-70b --on h100:64 --prompt 1024 \\
@@ -296,20 +321,21 @@ def show_plans(screen: Screen, request: PlanServeRequest, files: _Files) -> None
       meshwise plan serve llama-3-8b --on h100:8,v5e:4x4 --precision bf16,int8 \\
         --prompt uniform:512-2048 --output 256 --svg front.svg
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    check_save(files.save)
+    check_save(further.save)
+    limit = patience(screen, further.time_limit)
     picture: Callable[[], str]
     if request.several:
-        found = find_alternatives(request, screen.progress)
+        found = find_alternatives(request, screen.progress, limit)
         best = found.ranked[0][1]
         inputs = request.echo_load(best.problem.load)
         report, picture = alternatives_report(found, inputs), partial(alternatives_svg, found)
     else:
         problem = request.problem()
-        planning = find_serving_plans(request, problem, screen.progress)
+        planning = find_serving_plans(request, problem, screen.progress, limit)
         best = ServingPlan(problem, planning.plans[0])
         inputs = request.echo_problem(problem)
         report, picture = plan_serve_report(planning, inputs), partial(plan_serve_svg, planning)
-    files.write_engines(best)
-    write_file("--svg", files.svg, picture)
+    further.write_engines(best)
+    write_file("--svg", further.svg, picture)
     screen.show(report)
-    save_plan(best, files.save)  # last: an answer that cannot be saved is shown all the same
+    save_plan(best, further.save)  # last: an answer that cannot be saved is shown all the same

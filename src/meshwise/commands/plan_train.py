@@ -6,7 +6,6 @@ Not here: words and pictures (`report`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from meshwise.commands.command import Screen, Tell, command, silent, verb
+from meshwise.commands.command import Screen, Tell, command, patience, silent, verb
 from meshwise.commands.estimate_train import TrainRequest
 from meshwise.commands.plan_files import check_save, save_plan, write_file
-from meshwise.commands.requests import Flag, Request, attributes, listed, refuse, validated
+from meshwise.commands.requests import Flag, Request, TimeLimit, attributes, listed, refuse, validated
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import (
@@ -46,6 +45,7 @@ from meshwise.search import (
     scale_training,
     sensitivity,
 )
+from meshwise.search.until import Until, even_shares
 from meshwise.sharding.layout import MESH_AXES
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent, time_limit
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits.
     """
-    started, problem = time.monotonic(), request.problem()
+    until, problem = Until.after(time_limit), request.problem()
     constraints = request.constraints(problem)
     goal = request.objective
     planning = plan_training(
@@ -166,7 +166,7 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent, time_limit
     )
     if not request.sensitivity or not planning.search.complete:
         return planning
-    left = None if time_limit is None else max(0.0, started + time_limit - time.monotonic())
+    left = until.left
     found = sensitivity(planning, objective=goal, progress=progress, time_limit=left)
     return replace(planning, sensitivity=found)
 
@@ -189,11 +189,8 @@ def compare_clusters(
     for one in one_each.values():  # refused before anything is searched
         one.problem()
     found: dict[str, PlanResult | str] = {}
-    started = time.monotonic()
-    for i, (name, one) in enumerate(one_each.items()):
-        left = math.inf if time_limit is None else started + time_limit - time.monotonic()
-        share = None if time_limit is None else max(0.0, left) / (len(one_each) - i)
-        until = time.monotonic() + (math.inf if share is None else share)
+    for (name, one), share in zip(one_each.items(), even_shares(time_limit, len(one_each)), strict=True):
+        until = Until.after(share)
         try:
             found[name] = planned = plan_train.answer(
                 one, progress=lambda line, name=name: progress(f"{name}: {line}"), time_limit=share
@@ -205,7 +202,7 @@ def compare_clusters(
                 raise
             break
         else:
-            if planned.search.interrupted_on and time.monotonic() < until:  # by Ctrl-C
+            if planned.search.interrupted_on and not until.over:  # by Ctrl-C
                 break
     found |= {name: NOT_SEARCHED for name in one_each if name not in found}
     if all(isinstance(p, str) for p in found.values()):
@@ -251,18 +248,12 @@ def scale_train(request: PlanTrainRequest, *, progress: Tell = silent, time_limi
     return scale_training(problem, constraints=limits, progress=progress, time_limit=time_limit)
 
 
-#: Seconds that a search may take while somebody waits at a terminal.
-_PATIENCE = 60.0
-
-
 class _Further(Request):
     """What the command line adds."""
 
     sections: ClassVar = {"Search": ("time_limit", "scaling", "verify"), "Output": ("save", "svg")}
 
-    time_limit: Annotated[float, Quantity("time", parse_duration, format_duration, "60s")] | None = Field(
-        default=None, gt=0
-    )
+    time_limit: TimeLimit = Field(default=None, gt=0)
     """End the search of a plan after this time with the best so far, and say how far it may be from the best possible;
     on a terminal by default after a minute. Several clusters share it, and so do --scaling and --sensitivity."""
     scaling: Annotated[bool, Flag(name="--scaling")] = False
@@ -309,8 +300,7 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
     Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search, or the end of its time
     (--time-limit), shows the best so far, with exit code 0, and what was not searched. Without a plan: 130, or 3.
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    if further.time_limit is None and screen.terminal_progress is not None:  # somebody waits
-        further = further.model_copy(update={"time_limit": _PATIENCE})
+    further = further.model_copy(update={"time_limit": patience(screen, further.time_limit)})
     several = len(request.clusters) > 1
     further.check(several=several)
     if not several and not further.scaling:

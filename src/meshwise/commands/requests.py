@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.core.units import Quantity, parse_count
+from meshwise.core.units import Quantity, format_duration, parse_count, parse_duration
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -48,6 +48,9 @@ def _path_as_text(value: Any) -> Any:
 
 #: The path of a file, as text.
 File = Annotated[str, Flag("FILE"), BeforeValidator(_path_as_text, json_schema_input_type=str | os.PathLike[str])]
+
+#: Seconds after which a search ends; None for none.
+TimeLimit = Annotated[float, Quantity("time", parse_duration, format_duration, "60s")] | None
 
 _MODEL = "A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
 #: A model by name, by file, or by dimensions.

@@ -47,8 +47,9 @@ from meshwise.report.plan_details import (
     sensitivity_table,
 )
 from meshwise.report.report import Report, listed
+from meshwise.report.searched import how_good
 from meshwise.report.table import Columns, counted, picked, plain, said, spaced, table, tabulate, words
-from meshwise.search import Found, Plan, PlanResult, SearchResult
+from meshwise.search import Found, Plan, PlanResult
 from meshwise.search.diagnosis import Change, Measured
 from meshwise.sharding.layout import choice_list, choice_words, layout_words
 
@@ -68,7 +69,8 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
     return Report(
         command="plan train",
         inputs=inputs,
-        answer=f"{_how_good(search)}: {_answer(best)}" + (f", {cost} a billion tokens" if cost_matters else ""),
+        answer=f"{how_good(search.gap, complete=search.complete)}: {_answer(best)}"
+        + (f", {cost} a billion tokens" if cost_matters else ""),
         data={
             "plans": [plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
@@ -107,13 +109,6 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
         next_steps=_next_steps(best, front=planning.constraints.front),
         details=lambda: plan_details(best),
     )
-
-
-def _how_good(search: SearchResult) -> str:
-    """How the best plan is introduced."""
-    if search.complete:
-        return "Best"
-    return f"Best possible within {format_percent(search.gap)}, not proved" if search.gap else "Best so far"
 
 
 def _stopped(planning: PlanResult) -> tuple[RenderableType, ...]:

@@ -18,6 +18,7 @@ from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.exports.serving import serving_runs_in
 from meshwise.report.chart import Chart, Drawing, new_figure, svg_of
 from meshwise.report.report import Details, Report, listed
+from meshwise.report.searched import how_good
 from meshwise.report.serve import (
     NOT_MODELLED,
     RANKED,
@@ -90,19 +91,22 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
     idle = idle_words(problem, best.setup, searched=True, rate=planning.constraints.rate)
     rises = len(planning.pareto) > 1
     front: tuple[RenderableType, ...] = said(_front(planning.pareto), _drawn(planning.pareto)) if rises else ()
+    stopped = None if search.complete else Text(_stopped_words(planning), style="bold")
     counts = f"{search.configurations:,} layouts with batches priced, {search.pairs:,} pairs of prefill and generation"
     return Report(
         command="plan serve",
         inputs=inputs,
-        answer=f"Best: {serving_words(best)}{simulated_words(planning, best)}",
+        answer=f"{how_good(search.gap, complete=search.complete)}: {serving_words(best)}"
+        f"{simulated_words(planning, best)}",
         data={
             "plans": [plan_data(planning, e) for e in planning.plans],
             "neighbours": [picked(n, "name reason") for n in planning.neighbours],
             "pareto": list(front_data(planning)),
-            "search": picked(search, "configurations pairs cpu_s"),
+            "search": picked(search, "configurations pairs complete gap cpu_s"),
         },
         brief=said(
             brief_subject(problem, best, idle),
+            stopped,
             _ranking(planning, planning.plans[:_BRIEFLY], known=best),
             *serving_bars(best),
         ),
@@ -110,6 +114,7 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
         body=said(
             Text(subject(problem, best.setup)),
             Text(idle) if idle else None,
+            stopped,
             latency_table(best),
             _ranking(planning, planning.plans),
             _simulated(planning.simulated) if planning.simulated else None,
@@ -124,6 +129,14 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
         next_steps=_next(planning),
         details=lambda: Details(explanations=serve_explanations(problem, best)),
     )
+
+
+def _stopped_words(planning: ServingPlanResult) -> str:
+    """What an interrupted search did not look at."""
+    gap, simulated = planning.search.gap, planning.simulated
+    left = "Plans that were not simulated" if simulated else "Layouts that were not searched"
+    most = f"at most {1 / (1 - gap):.3g} times as good" if gap < 1 else "by how much is not known"
+    return f"The search ended early. {left} may be better, {most}."
 
 
 #: Plans of the short form.

@@ -12,6 +12,7 @@ from meshwise.core.units import format_time
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.report.plan_serve import front_data, front_svg, plan_data, simulated_assumed, simulated_words
 from meshwise.report.report import Report, listed, reasons
+from meshwise.report.searched import incomplete_words
 from meshwise.report.serve import (
     NOT_MODELLED,
     RANKED,
@@ -22,11 +23,10 @@ from meshwise.report.serve import (
     serving_words,
     subject,
 )
-from meshwise.report.several_plans import incomplete_words
 from meshwise.report.table import Columns, or_dash, picked, said, tabulate
 from meshwise.search.plan import NOT_SEARCHED
 from meshwise.search.serving import ServingPlanResult
-from meshwise.search.serving.studies import Alternative, ServingAlternatives
+from meshwise.search.serving.alternatives import Alternative, ServingAlternatives
 
 _WHICH = "cluster precision"
 
@@ -42,7 +42,10 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
     planned = _planned(found)
     without = {str(name): reason for name, reason in found.found.items() if isinstance(reason, str)}
     searches = [p.search for p in planned.values()]
-    stopped = incomplete_words([], [name for name, reason in without.items() if reason == NOT_SEARCHED])
+    stopped = incomplete_words(
+        [str(name) for name, p in planned.items() if not p.search.complete],
+        [name for name, reason in without.items() if reason == NOT_SEARCHED],
+    )
     return Report(
         command="plan serve",
         inputs=inputs,

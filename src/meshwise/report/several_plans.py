@@ -17,6 +17,7 @@ from meshwise.report.breakdown import plan_data
 from meshwise.report.chart import Drawing, terminal_chart, write_svg
 from meshwise.report.plan import cost_words, run_words
 from meshwise.report.report import Report, reasons
+from meshwise.report.searched import incomplete_words
 from meshwise.report.table import Columns, counted, said, tabulate
 from meshwise.search import NOT_SEARCHED, Plan, PlanResult, Scaling
 from meshwise.sharding.layout import layout_words
@@ -77,13 +78,6 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
         assumed=tuple(p.problem.cluster.describe() for p in plans.values()),
         next_steps=("all about one of them: the same command with it alone",),
     )
-
-
-def incomplete_words(partly: Sequence[str], never: Sequence[str]) -> RenderableType | None:
-    """What an interrupted comparison did not look at: those searched in part, and those not searched."""
-    told = [f"{name} was searched in part, and may have a better plan" for name in partly]
-    told += [f"{'; '.join(never)} {'was' if len(never) == 1 else 'were'} not searched"] if never else []
-    return Text(f"Interrupted: {'; '.join(told)}.", style="bold") if told else None
 
 
 def _priced(plans: Mapping[str, Plan]) -> bool:

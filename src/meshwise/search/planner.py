@@ -29,9 +29,10 @@ from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, 
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
 from meshwise.search.reasons import winner_reasons
-from meshwise.search.search import OBJECTIVES, OutOfTime, SearchResult, SearchSpace, search
+from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.search.space import Limits, parts_of
 from meshwise.search.tools import Tool
+from meshwise.search.until import OutOfTime
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest, layout_words
 from meshwise.sharding.remat import check_remat
 

@@ -28,6 +28,7 @@ from meshwise.search.pricing import Priced, Pricing
 from meshwise.search.ranking import Found, Front, Ranking, best_of_kinds, kinds_of
 from meshwise.search.space import Limits, meshes
 from meshwise.search.tools import Tool
+from meshwise.search.until import Until
 
 #: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
 #: so many are gone through; later rounds are larger. The placements of about so many candidates are priced.
@@ -40,10 +41,6 @@ _GO, _GROWTH = 64, 8
 
 #: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
 _LARGE = 1 << 17
-
-
-class OutOfTime(KeyboardInterrupt):
-    """The time of a search is up: an interruption that nobody had to type."""
 
 
 class SearchState:
@@ -79,8 +76,7 @@ class SearchState:
         Raises:
             OutOfTime: it is.
         """
-        if time.monotonic() > self.until:
-            raise OutOfTime
+        Until(self.until).tick()
 
     @property
     def gap(self) -> float:

@@ -1,8 +1,7 @@
 """The search: price all layouts and batches of both steps, pair them, keep what the targets allow, and rank.
 
-Exact over its space (`space`): every layout is priced by the functions that `estimate serve` uses, on arrays. Of
-well-known alternatives to the best plan, each at its best, the answer says why they lose, with the number that decides.
-Not here: several searches (`studies`).
+Exact over its space (`space`): every layout is priced by the functions that `estimate serve` uses, on arrays.
+Not here: why alternatives lose (`neighbours`), several searches (`studies`, `alternatives`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from meshwise.costs.compute import check_precision
 from meshwise.costs.problem import STEPS, ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.search.candidates import Array, Index, Mask
+from meshwise.search.candidates import Array, Index
 from meshwise.search.plan import SimulatedPlan
 from meshwise.search.serving.constraints import (
     ServingConstraints,
@@ -33,116 +33,14 @@ from meshwise.search.serving.constraints import (
     pair_scores,
     ties,
 )
+from meshwise.search.serving.gap import gap
+from meshwise.search.serving.neighbours import Neighbour, neighbours
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
 from meshwise.search.serving.simplest import find_simplest, gain_words, simple_first
-from meshwise.search.serving.tables import Table, Tables
+from meshwise.search.serving.tables import Tables
 from meshwise.search.tools import ServingTool
+from meshwise.search.until import Until
 from meshwise.simulation.serving import LatencyTargets
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """An alternative, and why it loses.
-
-    Args:
-        name: what it is.
-        reason: in words, with its number.
-    """
-
-    name: str
-    reason: str
-
-
-def neighbours(constraints: ServingConstraints, tables: Tables, pairs: Pairs, best: int) -> tuple[Neighbour, ...]:
-    """Compare the best plan with the best of each kind that it is not.
-
-    Args:
-        constraints: what was asked.
-        tables: that plans are rows of.
-        pairs: all plans that fit.
-        best: the best of them.
-    """
-    within = constraints.keeping(pairs)
-    compared = {
-        name: _compared(constraints, pairs, mask, mask & within, best)
-        for name, mask in _kinds(tables, pairs, best).items()
-    }
-    return tuple(Neighbour(name, reason) for name, reason in compared.items() if reason)
-
-
-def _kinds(tables: Tables, pairs: Pairs, best: int) -> dict[str, Mask]:
-    """Alternatives by name: which of the pairs they are."""
-    decode, mine = tables.decode, pairs.setup(best, tables)
-    row, layout = pairs.decode[best], mine.decode
-    batch, chips = decode.batch[row], decode.chips[row]
-
-    def of(table: Table, axis: str) -> Array:
-        sizes: Array = table.sizes[axis][table.layout]
-        return sizes
-
-    alike = pairs.apart == pairs.apart[best]
-    axes = ("tensor", "cache", "width", "expert", "stage")
-    same = np.logical_and.reduce([of(decode, axis) == getattr(layout, axis) for axis in axes])
-    kinds = {
-        "engines that do both" if pairs.apart[best] else "engines apart for prefill and generation": ~alike,
-        f"more than {batch:,.0f} requests at once on such engines": alike
-        & (same & (decode.batch > batch))[pairs.decode],
-        f"fewer than {batch:,.0f}": alike & (same & (decode.batch < batch))[pairs.decode],
-        f"decoding engines of more than {chips:.0f} chips": (decode.chips > chips)[pairs.decode],
-        f"of fewer than {chips:.0f}": (decode.chips < chips)[pairs.decode],
-    }
-    if layout.tensor != layout.engine_chips:
-        ways = of(decode, "cache") * of(decode, "width") * of(decode, "stage") * of(decode, "expert")
-        kinds["generation by tensor parallelism alone"] = (ways == 1)[pairs.decode]
-    if layout.width == 1:
-        kinds["two-dimensional weights in generation"] = (of(decode, "width") > 1)[pairs.decode]
-    if layout.stage == 1:
-        kinds["pipelines"] = (of(decode, "stage") > 1)[pairs.decode]
-    gathers = (of(tables.prefill, "fsdp") > 1)[pairs.prefill]
-    if mine.prefill.fsdp == 1:
-        return kinds | {"gathered weights in prefill": gathers}
-    return kinds | {"prefill without gathered weights": ~gathers}
-
-
-def _compared(constraints: ServingConstraints, pairs: Pairs, mask: Mask, kept: Mask, best: int) -> str | None:
-    """Say by how much the best that is `kept` of a kind loses; None where none loses."""
-    if not mask.any():
-        none = "none of the tools has it, it " if constraints.tools else ""
-        return f"{none}does not fit, or other layouts beat it in everything"
-    if not kept.any():
-        return _missed(constraints, pairs.take(mask))
-    what = {"throughput": "tokens"}.get(constraints.objective, constraints.objective)
-    column: Array = pairs.chips if constraints.rate is not None else getattr(pairs, what)
-    own, rows = float(column[best]), np.flatnonzero(kept)
-    if constraints.rate is not None:
-        value = float(column[rows].min())
-        return f"{value:g} chips" if value > own else None
-    if what != "tokens":
-        value = float(column[rows].min())
-        return (
-            f"{what.upper()} {format_time(value)}, {100 * (value / own - 1):.1f} % more"
-            if value > 1.0005 * own
-            else None
-        )
-    most = rows[np.argmax(column[rows])]
-    value = float(column[most])
-    share = 100 * (1 - value / own)
-    if share < -0.05:  # as good within 1 %, and slower
-        latencies = f"TTFT {format_time(float(pairs.ttft[most]))}, TPOT {format_time(float(pairs.tpot[most]))}"
-        return f"{-share:.1f} % more tokens/s, {value:,.0f}, at {latencies}"
-    return f"{share:.1f} % fewer tokens/s: {value:,.0f}" if share > 0.05 else None
-
-
-def _missed(constraints: ServingConstraints, pairs: Pairs) -> str:
-    """Which target none of them keeps."""
-    for name, limit in (("tpot", constraints.max_tpot), ("ttft", constraints.max_ttft)):
-        least = float(getattr(pairs, name).min())
-        if limit is not None and least > limit:
-            return f"{name.upper()} {format_time(least)} at least, the target is {format_time(limit)}"
-    most = float(pairs.rate.max())
-    if constraints.rate is not None and most < constraints.rate:
-        return f"{most:.3g} requests/s at most, {constraints.rate:g} are wanted"
-    return "no one of them keeps all targets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +66,16 @@ class ServingSearch:
         configurations: layouts with a place on the network and a batch, each priced.
         pairs: of prefill and generation that were put together, each mesh at its fastest place.
         cpu_s: seconds.
+        complete: whether nothing was left out because the search was interrupted, or its time was up.
+        gap: share by which the best may still be from the optimum; 0 where the search is complete, 1 where nothing is
+            known of what was left out.
     """
 
     configurations: int
     pairs: int
     cpu_s: float
+    complete: bool = True
+    gap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -204,36 +107,49 @@ def plan_serving(
     constraints: ServingConstraints | None = None,
     top: int = 5,
     tables: Tables | None = None,
+    until: Until | None = None,
 ) -> ServingPlanResult:
     """Find the best way to serve a load.
+
+    Interrupted (KeyboardInterrupt), or out of time, it gives the best of the layouts so far, or of small engines.
 
     Args:
         problem: model, load, cluster, calibration.
         constraints: targets and objective.
         top: how many plans to give.
         tables: of the problem, where they are priced already.
+        until: when the search ends; None for as long as it takes.
 
     Raises:
         InfeasibleError: nothing fits, or nothing keeps the targets; says what comes nearest.
+        OutOfTime: the time was up before a plan was found; KeyboardInterrupt, where the user interrupted.
         MeshwiseError: a format that the chip cannot multiply.
     """
-    constraints = constraints or ServingConstraints()
+    constraints, until = constraints or ServingConstraints(), until or Until()
     began = time.process_time()
-    tables = tables or priced_tables(problem, constraints)
+    tables = tables or priced_tables(problem, constraints, until)
     if constraints.tools_optional:
         with contextlib.suppress(InfeasibleError):
             within = replace(constraints, tools_optional=False)
-            found = plan_serving(problem, constraints=within, top=top, tables=tables)
+            found = plan_serving(problem, constraints=within, top=top, tables=tables, until=until)
             return replace(found, search=replace(found.search, cpu_s=time.process_time() - began))
         constraints = replace(constraints, tools=(), tools_optional=False)
-    seen, pairs = _paired(tables, constraints)
-    best = _ranked(tables, constraints, pairs, top)
+    seen, pairs, complete = _paired(tables, constraints, until)
+    try:
+        best = _ranked(tables, constraints, pairs, top)
+    except InfeasibleError:
+        if complete:
+            raise
+        raise until.interruption from None  # what was left out may keep the targets
     plans, all_pairs, first = _estimated(tables, pairs, best), pairs, best[0]
-    simple = find_simplest(tables, constraints, pairs, first, _pair_up) if constraints.within else None
+    simple = None
+    try:
+        simple = find_simplest(tables, constraints, pairs, first, _pair_up) if constraints.within else None
+    except KeyboardInterrupt:
+        complete = False
     if simple is not None:
         all_pairs, first = Pairs.joined([pairs, simple]), len(pairs)
         plans += _estimated(tables, all_pairs, [first])
-    search = ServingSearch(tables.prefill.priced + tables.decode.priced, seen, time.process_time() - began)
     others = neighbours(constraints, tables, all_pairs, first)
     if constraints.chunks:
         one_layout = ~pairs.apart & (tables.prefill.mesh[pairs.prefill] == tables.decode.mesh[pairs.decode])
@@ -243,27 +159,34 @@ def plan_serving(
         plans = _with_chunks(tables, constraints, plans)
         if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
             others = (Neighbour("prompts prefilled whole", f"at best {_performance(whole)}"),)
+    cpu_s, configurations = time.process_time() - began, tables.prefill.priced + tables.decode.priced
+    far = 0.0 if complete else gap(tables, constraints, estimate_scores(constraints, plans[0])[0])
+    search = ServingSearch(configurations, seen, cpu_s, complete, far)
     fastest, plans = plans[0], simple_first(constraints, plans)
     if plans[0] is not fastest:
         others = (Neighbour(*gain_words(constraints, plans[0], fastest)), *others)
     return ServingPlanResult(problem, constraints, plans[:top], _front(tables, constraints, pairs), others, search)
 
 
-def priced_tables(problem: ServingProblem, constraints: ServingConstraints) -> Tables:
-    """Price what a search goes through; searches under other targets and rates may share it.
+def priced_tables(problem: ServingProblem, constraints: ServingConstraints, until: Until | None = None) -> Tables:
+    """Price what a search goes through, small engines alone where there is no time for all.
+
+    Searches under other targets and rates may share it.
 
     Raises:
         MeshwiseError: a format that the chip cannot multiply.
     """
     check_precision(problem.cluster.chip, problem.load.formats.formats)
-    return Tables.priced(problem, problem.network, max_batch=constraints.max_batch, forbid=constraints.forbid)
+    asked: dict[str, Any] = {"max_batch": constraints.max_batch, "forbid": constraints.forbid}
+    return Tables.priced(problem, problem.network, **asked, tick=(until or Until()).tick)
 
 
-def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs]:
-    """How many pairs of prefill and generation there are, and those that fit in memory.
+def _paired(tables: Tables, constraints: ServingConstraints, until: Until) -> tuple[int, Pairs, bool]:
+    """How many pairs of prefill and generation there are, those that fit in memory, and whether these are all.
 
     Raises:
         InfeasibleError: there are none.
+        OutOfTime: there were none, yet; KeyboardInterrupt, where the user interrupted.
     """
     problem, chip = tables.problem, tables.problem.cluster.chip
     if constraints.mode == "disaggregated" and (tables.num_chips == 1 or problem.load.output == 1):
@@ -275,9 +198,17 @@ def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs
         )
     seen, least = 0, math.inf
     found: list[Pairs] = []
-    for pairs in _pair_up(tables, constraints):
-        seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
-        found.append(pairs.take(pairs.memory <= tables.usable))
+    complete = tables.whole
+    try:
+        for pairs in _pair_up(tables, constraints):
+            seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
+            found.append(pairs.take(pairs.memory <= tables.usable))
+            if tables.whole:
+                until.tick()
+    except KeyboardInterrupt:
+        complete = False
+    if not complete and not sum(map(len, found)):
+        raise until.interruption
     if not sum(map(len, found)):
         each = [float((t.weights + t.cache + t.activations + t.workspace).min()) + tables.reserve for t in tables.both]
         needed = max(*each, least if math.isfinite(least) else 0.0)
@@ -286,7 +217,7 @@ def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs
             f"{format_bytes(chip.hbm_usable)} of each {chip.title}; the leanest needs {format_bytes(needed)}; use more "
             "chips, narrower formats (--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
         )
-    return seen, Pairs.joined(found)
+    return seen, Pairs.joined(found), complete
 
 
 def _pair_up(tables: Tables, constraints: ServingConstraints) -> Iterator[Pairs]:

@@ -9,9 +9,9 @@ width together with experts, context or gathered weights, context together with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from meshwise.costs.serving.estimate import engine_axis_mappings
 from meshwise.models import Model
 from meshwise.models.spec import SelfAttention
 from meshwise.search.candidates import Array, Index
+from meshwise.search.network import Recent
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout, ServingLayoutChoices
 
 _AXES: dict[Step, tuple[str, ...]] = {
@@ -136,21 +137,43 @@ def _choices(sizes: dict[str, int], step: Step, limits: EngineLimits) -> Iterato
                     }
 
 
-def candidates(
-    problem: ServingProblem, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...] = ()
-) -> tuple[Candidates, ...]:
-    """Every layout of engines of so many chips, by structure; `forbid`: axes that are not used."""
-    return _candidates(EngineLimits.of(problem.model), fabric, step, sizes, forbid)
+#: Searches of one cluster in other formats, or with other targets, have the same candidates.
+_known = Recent[tuple[Candidates, ...]](16)
 
 
-@lru_cache(maxsize=16)
-def _candidates(
-    limits: EngineLimits, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...]
+def candidates(  # noqa: PLR0917 -- what is searched, and until when
+    problem: ServingProblem,
+    fabric: Fabric,
+    step: Step,
+    sizes: tuple[int, ...],
+    forbid: tuple[str, ...] = (),
+    tick: Callable[[], None] = lambda: None,
 ) -> tuple[Candidates, ...]:
-    """As `candidates`; kept, because searches of one cluster in other formats, or with other targets, have the same."""
+    """Every layout of engines of so many chips, by structure.
+
+    Args:
+        problem, fabric, step: as in `estimate_serving`.
+        sizes: chips of an engine.
+        forbid: axes that are not used.
+        tick: called now and then; raises what ends the search.
+    """
+    limits = EngineLimits.of(problem.model)
+    key = limits, fabric, step, sizes, forbid
+    return _known(key, lambda: _candidates(*key, tick))
+
+
+def _candidates(  # noqa: PLR0917 -- as `candidates`
+    limits: EngineLimits,
+    fabric: Fabric,
+    step: Step,
+    sizes: tuple[int, ...],
+    forbid: tuple[str, ...],
+    tick: Callable[[], None],
+) -> tuple[Candidates, ...]:
     found: dict[ServingLayoutChoices, list[tuple[ServingLayout, list[AxisMapping], Array]]] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
+            tick()
             if any(mesh.get(axis, 1) > 1 for axis in forbid):
                 continue
             mappings = _distinct(mesh, fabric)

@@ -1,4 +1,4 @@
-"""The search repeated: under targets that are percentiles, and on several clusters or in several number formats.
+"""The search repeated, under targets that are percentiles.
 
 Where targets are percentiles, closed forms propose plans, and simulated requests decide: a percentile depends on when
 requests arrive, closed forms know means without queues. With a rate the answer is what serves it on the fewest chips;
@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import merge
 
-from meshwise.core.errors import InfeasibleError, MeshwiseError
-from meshwise.core.explanation import Answer
+from meshwise.core.errors import InfeasibleError
 from meshwise.core.units import format_time
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.engine import engine_costs
-from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.jobs.traffic import Load
-from meshwise.search.plan import NOT_SEARCHED, ServingPlan, SimulatedPlan
-from meshwise.search.serving.constraints import TIE, ServingConstraints
+from meshwise.search.plan import SimulatedPlan
+from meshwise.search.serving.constraints import TIE, ServingConstraints, estimate_scores
+from meshwise.search.serving.gap import share_off
 from meshwise.search.serving.planner import ServingPlanResult, plan_serving, priced_tables
 from meshwise.search.serving.simplest import complexity
 from meshwise.search.serving.tables import Tables
+from meshwise.search.until import Until
 from meshwise.simulation.serving import (
     LatencyTargets,
     PrefillPool,
@@ -80,8 +79,11 @@ def plan_simulated(  # noqa: PLR0917 -- what is asked, then how
     requests: Callable[[float, int], Load],
     top: int = 5,
     progress: _Tell = lambda _: None,
+    until: Until | None = None,
 ) -> ServingPlanResult:
     """Find the best way to serve a load whose requests arrive at random times.
+
+    Interrupted (KeyboardInterrupt), or out of time, it gives the best of the plans that were simulated.
 
     Args:
         problem: model, load, cluster, calibration.
@@ -90,14 +92,18 @@ def plan_simulated(  # noqa: PLR0917 -- what is asked, then how
         requests: gives so many requests at a rate.
         top: how many plans to give.
         progress: told a line now and then.
+        until: when the search ends; None for as long as it takes.
 
     Returns: the search that proposed the best plan, with the plans that keep the targets, best first.
 
     Raises:
         InfeasibleError: no proposed plan keeps the targets; says what came nearest.
+        OutOfTime: the time was up before one was known to; KeyboardInterrupt, where the user interrupted.
     """
     progress("searching layouts: 0 %")
-    search = _SimulatedSearch(problem, constraints, targets, requests, progress, priced_tables(problem, constraints))
+    until = until or Until()
+    tables = priced_tables(problem, constraints, until)
+    search = _SimulatedSearch(problem, constraints, targets, requests, progress, tables, until)
     return search.highest(top) if constraints.rate is None else search.fewest_chips(constraints.rate, top)
 
 
@@ -145,10 +151,15 @@ class _SimulatedSearch:
     requests: Callable[[float, int], Load]
     progress: _Tell
     tables: Tables
+    until: Until
     began: float = field(default_factory=time.monotonic)
 
     def _plans(self, constraints: ServingConstraints, top: int) -> ServingPlanResult:
-        return plan_serving(self.problem, constraints=constraints, top=top, tables=self.tables)
+        return plan_serving(self.problem, constraints=constraints, top=top, tables=self.tables, until=self.until)
+
+    def _keeps(self, sent: _Sent, load: Load) -> ServingResult | None:
+        """What became of a load, where the targets were kept."""
+        return keeps_targets(sent.system, load, self.targets, progress=lambda _: self.until.tick())
 
     def _say(self, done: float, what: str) -> None:
         """Say what is done, and the share of all of it that is behind."""
@@ -167,15 +178,20 @@ class _SimulatedSearch:
                 if not missed:
                     raise
                 break
-            kept = []
-            for sent in (_Sent.of(self.problem, e) for e in planning.plans if e.setup not in missed):
-                if plan := self._kept(sent, rate):
-                    kept.append(plan)
-                else:
-                    missed[sent.estimate.setup] = sent
+            kept, complete = list[SimulatedPlan](), True
+            try:
+                for sent in (_Sent.of(self.problem, e) for e in planning.plans if e.setup not in missed):
+                    if plan := self._kept(sent, rate):
+                        kept.append(plan)
+                    else:
+                        missed[sent.estimate.setup] = sent
+            except KeyboardInterrupt:
+                if not kept:
+                    raise
+                complete = False
             if kept:
                 kept.sort(key=lambda p: (p.estimate.setup.num_chips, *reversed(self.targets.reached(p.result))))
-                return _planned(planning, self, kept[:top])
+                return _planned(planning, self, kept[:top], complete=complete)
         last = list(missed.values())[-_EACH:]
         tried = [p.plan(rate, simulate_serving(p.system, p.load(self.requests, rate)), self.targets) for p in last]
         nearest = min(tried, key=lambda p: _excess(self.targets, p.result))
@@ -185,7 +201,7 @@ class _SimulatedSearch:
         """A plan that keeps the targets at a rate, for a while and then for longer; None where it does not."""
         result = None
         for times in lengths:
-            result = keeps_targets(sent.system, sent.load(self.requests, rate, times), self.targets)
+            result = self._keeps(sent, sent.load(self.requests, rate, times))
             if result is None:
                 break
         return None if result is None else sent.plan(rate, result, self.targets)
@@ -204,12 +220,18 @@ class _SimulatedSearch:
         proposed = {e.setup: e for planning in plannings for e in planning.plans}
         most = self.constraints.objective == "throughput"
         found: list[SimulatedPlan] = []
+        complete = True
         for number, e in enumerate(proposed.values()):
             self._say(number / len(proposed), f"plan {number + 1} of {len(proposed)}")
             try:
                 plan = self._highest_rate(e, max((p.rate for p in found), default=0.0) if most else 0.0)
             except InfeasibleError as error:
                 reasons.append(str(error))
+            except KeyboardInterrupt:
+                if not found:
+                    raise
+                complete = False
+                break
             else:
                 found += [plan] if plan else []
         if not found:
@@ -222,7 +244,7 @@ class _SimulatedSearch:
             found = [simplest, *(p for p in found if p is not simplest)]
         else:
             found.sort(key=lambda p: getattr(p.estimate, self.constraints.objective).expected)
-        return _planned(plannings[0], self, found[:top])
+        return _planned(plannings[0], self, found[:top], complete=complete)
 
     def _highest_rate(self, e: ServingEstimate, best: float) -> SimulatedPlan | None:
         """Find a plan's highest rate that keeps the targets: nearly, where it is no more than the best so far.
@@ -235,7 +257,7 @@ class _SimulatedSearch:
             return None
 
         def keeps(rate: float) -> bool:
-            return keeps_targets(sent.system, load.at_rate(rate / sent.parts), self.targets) is not None
+            return self._keeps(sent, load.at_rate(rate / sent.parts)) is not None
 
         first, step, precision = _BEGIN * full, _STEP, _BEST
         if best and above < full and keeps(above):
@@ -248,6 +270,7 @@ class _SimulatedSearch:
             sent.system,
             load.at_rate(first / sent.parts),
             self.targets,
+            progress=lambda _: self.until.tick(),
             most=full / sent.parts,
             step=step,
             precision=precision,
@@ -258,8 +281,10 @@ class _SimulatedSearch:
         return plan
 
 
-def _planned(planning: ServingPlanResult, search: _SimulatedSearch, kept: Sequence[SimulatedPlan]) -> ServingPlanResult:
-    """The search that proposed plans, with those that were kept in their order.
+def _planned(
+    planning: ServingPlanResult, search: _SimulatedSearch, kept: Sequence[SimulatedPlan], *, complete: bool
+) -> ServingPlanResult:
+    """The search that proposed plans, with those that were kept in their order; `complete`: all of them were simulated.
 
     Why others lose is told by means, which is right as long as these would have chosen a plan as good.
     """
@@ -267,14 +292,25 @@ def _planned(planning: ServingPlanResult, search: _SimulatedSearch, kept: Sequen
     first, best = planning.plans[0], plans[0]
     alike = best.setup.num_chips == first.setup.num_chips
     alike = alike and abs(best.output_tokens_per_s / first.output_tokens_per_s - 1) <= TIE
+    own = planning.search
+    if not (complete and own.complete):
+        own = replace(own, complete=False, gap=1 - (1 - own.gap) * (1 - _gap(planning, search.constraints, kept[0])))
     return replace(
         planning,
         constraints=search.constraints,
+        search=own,
         plans=plans,
         neighbours=planning.neighbours if alike else (),
         simulated=tuple(kept),
         targets=search.targets,
     )
+
+
+def _gap(planning: ServingPlanResult, constraints: ServingConstraints, kept: SimulatedPlan) -> float:
+    """Share by which a plan that was sent requests may be from the best of those that closed forms propose."""
+    least = min(estimate_scores(constraints, e)[0] for e in planning.plans)
+    own, *_ = estimate_scores(constraints, kept.estimate)
+    return share_off(least, -kept.tokens_per_s if own < 0 else own)
 
 
 def _excess(targets: LatencyTargets, result: ServingResult) -> float:
@@ -321,114 +357,3 @@ def simulator_setup(problem: ServingProblem, setup: ServingSetup) -> ServingSyst
         most = setup.chunk + setup.batch * whole.tokens_each
         whole = replace(whole, policy="chunked", max_step_tokens=most)
     return ServingSystem(costs, setup.decode.replicas, whole, "least-loaded", pool)
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """Where a load may be served, and in which formats.
-
-    Args:
-        cluster: as the user named it.
-        precision: as the user wrote it.
-    """
-
-    cluster: str
-    precision: str
-
-    def __str__(self) -> str:
-        return f"{self.cluster}, {self.precision}"
-
-
-@dataclass(frozen=True, repr=False)
-class ServingAlternatives(Answer):
-    """What was found for each of them.
-
-    Args:
-        found: the plans of each, or why there is none.
-        ranked: the best plans of all, best first.
-        by: what they are ranked by, in words.
-        formats: where there are several: the best plan's layouts and batch in each of them, on its cluster; None where
-            the chip cannot multiply it.
-    """
-
-    found: Mapping[Alternative, ServingPlanResult | str]
-    ranked: tuple[tuple[Alternative, ServingPlan], ...]
-    by: str
-    formats: Mapping[str, ServingEstimate | None]
-
-
-def plan_alternatives(
-    problems: Mapping[Alternative, ServingProblem], search: Callable[[ServingProblem], ServingPlanResult], top: int
-) -> ServingAlternatives:
-    """Plan each of them, and rank what was found; interrupted after one has a plan, the others are NOT_SEARCHED.
-
-    Ranked are dollars for output tokens where all have a price, else output tokens per second and chip; with another
-    objective, or a rate, what these ask for; equal ones by latency, however near others are. Plans of one of them stay
-    in their own order, where ties within 1 % go to what else is better, and the simplest may be first.
-
-    Args:
-        problems: what to plan.
-        search: finds plans of one of them.
-        top: how many plans to give.
-
-    Raises:
-        InfeasibleError: none of them has a plan; says why for each.
-    """
-    found: dict[Alternative, ServingPlanResult | str] = {}
-    for which, problem in problems.items():
-        try:
-            found[which] = search(problem)
-        except MeshwiseError as error:
-            found[which] = str(error)
-        except KeyboardInterrupt:
-            if all(isinstance(p, str) for p in found.values()):
-                raise
-            break
-    found |= {which: NOT_SEARCHED for which in problems if which not in found}
-    planned = {which: p for which, p in found.items() if isinstance(p, ServingPlanResult)}
-    if not planned:
-        raise InfeasibleError("\n".join(f"{which}: {reason}" for which, reason in found.items()))
-    rankings = [
-        [(which, e, sent) for e, sent in zip(p.plans, p.simulated or [None] * len(p.plans), strict=True)]
-        for which, p in planned.items()
-    ]
-    constraints = next(iter(planned.values())).constraints
-    by, score = _score(constraints, priced=all(e.usd_per_s is not None for p in planned.values() for e in p.plans))
-    order = merge(*rankings, key=lambda one: score(*one[1:]))
-    ranked = tuple((which, ServingPlan(planned[which].problem, e)) for which, e, _ in order)
-    return ServingAlternatives(found, ranked[:top], by, _formats(problems, *ranked[0]))
-
-
-#: What a plan is ranked by, from its estimate and, where it was sent requests, from what became of them.
-_Score = Callable[[ServingEstimate, SimulatedPlan | None], tuple[float, ...]]
-
-
-def _score(constraints: ServingConstraints, *, priced: bool) -> tuple[str, _Score]:
-    """What plans are ranked by, in words and as numbers of which the least are best."""
-    if constraints.rate is not None:
-        if priced:
-            return "dollars a second for all chips", lambda e, _: (e.usd_per_s or 0.0, e.tpot.expected)
-        return "chips", lambda e, _: (e.setup.num_chips, e.tpot.expected)
-    if constraints.objective == "tpot":
-        return "time per output token", lambda e, _: (e.tpot.expected, e.ttft.expected)
-    if constraints.objective == "ttft":
-        return "time to the first token", lambda e, _: (e.ttft.expected, -e.throughput_per_chip)
-    if priced:
-        by = "dollars for output tokens"
-        return by, lambda e, sent: ((sent or e).usd_per_million_output_tokens or 0.0, e.end_to_end_s)
-    by = "output tokens per second and chip"
-    return by, lambda e, sent: (-(sent.tokens_per_chip if sent else e.throughput_per_chip), e.end_to_end_s)
-
-
-def _formats(
-    problems: Mapping[Alternative, ServingProblem], best: Alternative, plan: ServingPlan
-) -> dict[str, ServingEstimate | None]:
-    """The best plan's layouts and batch in every precision that its cluster was asked for."""
-    same = {which.precision: p for which, p in problems.items() if which.cluster == best.cluster}
-    found: dict[str, ServingEstimate | None] = {}
-    for precision, problem in same.items() if len(same) > 1 else ():
-        try:
-            found[precision] = estimate_serving(problem, plan.setup)
-        except MeshwiseError:
-            found[precision] = None
-    return found

@@ -8,7 +8,7 @@ all places of a mesh on the network, of which the fastest is kept. Not here: whi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -38,6 +38,9 @@ from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
 #: Prompts that are prefilled together.
 _PROMPTS = tuple(2**k for k in range(10))
+
+#: Chips of engines that are priced in a moment.
+_SMALL = 64
 
 
 def batch_grid(most: int) -> tuple[int, ...]:
@@ -114,6 +117,7 @@ class Tables:
         problem, fabric: as in `estimate_serving`.
         prefill, decode: rows of each.
         taken: which layouts engines take, by engine and kind of engines; `planner` fills it.
+        whole: whether engines of all sizes are there, not only small ones.
     """
 
     problem: ServingProblem
@@ -121,19 +125,45 @@ class Tables:
     prefill: Table
     decode: Table
     taken: dict[tuple[str, str, Step], tuple[Mask, Mask]] = field(default_factory=dict, repr=False, compare=False)
+    whole: bool = True
 
     @classmethod
     def priced(
-        cls, problem: ServingProblem, fabric: Fabric, *, max_batch: int = 4096, forbid: tuple[str, ...] = ()
+        cls,
+        problem: ServingProblem,
+        fabric: Fabric,
+        *,
+        max_batch: int = 4096,
+        forbid: tuple[str, ...] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> Tables:
-        """Price what is searched: batches up to `max_batch`, without the axes of `forbid`."""
-        sizes, keys = divisors(problem.cluster.num_chips), dict[object, int]()
-        into, out = (candidates(problem, fabric, step, sizes, forbid) for step in ("prefill", "decode"))
-        prefill = make_table(problem, fabric, "prefill", into, _PROMPTS, keys=keys)
+        """Price what is searched: batches up to `max_batch`, without the axes of `forbid`.
+
+        Where `tick`, or the user, ends that early, small engines alone are priced, which takes a moment.
+        """
+        sizes = divisors(problem.cluster.num_chips)
+        try:
+            return cls._of(problem, fabric, sizes, max_batch, forbid, tick)
+        except KeyboardInterrupt:
+            small = tuple(n for n in sizes if n <= _SMALL)
+            return replace(cls._of(problem, fabric, small, max_batch, forbid, lambda: None), whole=False)
+
+    @classmethod
+    def _of(  # noqa: PLR0917 -- as `priced`
+        cls,
+        problem: ServingProblem,
+        fabric: Fabric,
+        sizes: tuple[int, ...],
+        max_batch: int,
+        forbid: tuple[str, ...],
+        tick: Callable[[], None],
+    ) -> Tables:
+        keys: dict[object, int] = {}
+        into, out = (candidates(problem, fabric, step, sizes, forbid, tick) for step in ("prefill", "decode"))
+        prefill = make_table(problem, fabric, "prefill", into, _PROMPTS, keys=keys, tick=tick)
         batches = batch_grid(max_batch)
-        return cls(
-            problem, fabric, prefill, make_table(problem, fabric, "decode", out, batches, prompts=_PROMPTS, keys=keys)
-        )
+        decode = make_table(problem, fabric, "decode", out, batches, prompts=_PROMPTS, keys=keys, tick=tick)
+        return cls(problem, fabric, prefill, decode)
 
     @property
     def both(self) -> tuple[Table, Table]:
@@ -165,6 +195,7 @@ def make_table(
     *,
     prompts: Sequence[int] = (),
     keys: dict[object, int],
+    tick: Callable[[], None] = lambda: None,
 ) -> Table:
     """Price every candidate at every batch.
 
@@ -175,11 +206,13 @@ def make_table(
         batches: requests, or prompts that are prefilled together.
         prompts: numbers of prompts whose caches a decoding engine may hold besides.
         keys: numbers given so far to ways of storing weights, and to meshes, shared by both steps.
+        tick: called before each structure; raises what ends the search.
     """
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
     held, layouts, kinds = [np.zeros((len(prompts), 0))], 0, 0
     for group in found:
+        tick()
         steps = _step_sizes(problem.load, step, batch, group.mesh)
         extents = step_extents(problem, step, group.structure, part_of_sequences(steps[0]))
         timed = _timed(problem, fabric, step, group, steps, extents)
