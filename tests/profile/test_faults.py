@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwise.hardware import load_chip
 from meshwise.profile import profile_traces
 from meshwise.profile.causes import find_causes
 from meshwise.profile.diagnosis import Diagnosis
@@ -154,3 +155,20 @@ def test_a_group_that_strides_over_the_torus_is_named():
     assert strided
     assert "0,8,16,24" in strided[0].evidence
     assert not [c for c in diagnose(PAX[0]).causes if c.name == "strided-group"]
+
+
+def test_sizes_that_do_not_fill_the_tiles_are_named():
+    """Products with the vocabulary get a depth of 520, which a v6e multiplies as 768; others fill the tiles."""
+    (trace,) = traces_of(PAX[0])
+
+    def shorter(op):
+        if op.category != "matmul" or op.matmul is None:
+            return op
+        return replace(op, matmul=(1, 8192, 520, 50304) if 50304 in op.matmul else (1, 256, 256, 256))
+
+    profile = profile_traces([replace(trace, ops=tuple(map(shorter, trace.ops)))], chip=load_chip("v6e"))
+    causes = [c for c in find_causes(profile) if c.name == "padding"]
+    odd = [t for t in profile.ops if t.kind.matmul == (1, 8192, 520, 50304)]
+    more = 768 / 520 * 50432 / 50304 - 1  # both by 256
+    assert causes[0].seconds == pytest.approx(more * sum(t.kind.flops * t.runs for t in odd) / 918e12, rel=0.01)
+    assert "8,192 x 520 x 50,304, multiplied as 8,192 x 768 x 50,432" in causes[0].evidence

@@ -12,6 +12,7 @@ NAMES = {
     "attention-not-fused": "the score arrays of attention are written to memory and read again",
     "elementwise-not-fused": "elementwise operations follow one another, each reading and writing memory",
     "slow-matmul": "products run far below the roofline: small, badly shaped, or in a slow number format",
+    "padding": "sizes of products do not fill the tiles of the matrix unit, which multiplies zeros for the rest",
     "layout-change": "copies, transposes and concatenations on the device",
     "unplanned-recompute": "the forward pass is computed again, and the plan does not ask for it",
     "recompute": "the forward pass is computed again in the backward pass",

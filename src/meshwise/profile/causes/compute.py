@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwise.core.units import format_time
+from meshwise.hardware import Chip
 from meshwise.profile.causes.cause import Cause
 from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, Roofline, roofline_of
@@ -30,6 +31,7 @@ def compute_causes(profile: Profile) -> Iterator[Cause]:
     yield from _attention(profile)
     yield from _recompute(profile)
     yield from _matmuls(profile)
+    yield from _padding(profile)
     yield from _chains(profile)
     yield from _layouts(profile)
 
@@ -110,7 +112,8 @@ def _matmuls(profile: Profile) -> Iterator[Cause]:
             near = roofline_of(time, profile.chip)
             total += time.seconds
             if near is not None and near.share < 0.5:
-                slow.append((time.seconds - near.floor / _GOOD_MATMUL, time, near))
+                padding = _padding_seconds(time, near, profile.chip)
+                slow.append((time.seconds - padding - near.floor / _GOOD_MATMUL, time, near))
     seconds = sum(loss for loss, _, _ in slow)
     if not slow or seconds <= 0:
         return
@@ -124,6 +127,43 @@ def _matmuls(profile: Profile) -> Iterator[Cause]:
         f"{dtype or 'an unknown format'}, {near.share:.0%} of the bound by {near.bound}"
     )
     yield Cause("slow-matmul", seconds, evidence, _mend(m, k, n, dtype, near), "slow products")
+
+
+def _padding(profile: Profile) -> Iterator[Cause]:
+    """Products whose sizes do not fill the tiles of the matrix unit, which multiplies zeros for the rest."""
+    lost: list[tuple[float, OpTime]] = []
+    for time in profile.ops:
+        near = roofline_of(time, profile.chip)
+        if time.kind.category == "matmul" and time.kind.matmul is not None and near is not None:
+            lost.append((_padding_seconds(time, near, profile.chip), time))
+    seconds = sum(loss for loss, _ in lost)
+    if seconds <= 0 or profile.chip is None:
+        return
+    loss, time = max(lost, key=lambda item: (item[0], item[1].kind.key))
+    assert time.kind.matmul is not None
+    batch, m, k, n = time.kind.matmul
+    size = f"{f'{batch:,} x ' if batch > 1 else ''}{m:,} x {k:,} x {n:,}"
+    padded = " x ".join(f"{d:,}" for d in _padded((m, k, n), profile.chip))
+    evidence = (
+        f"products whose sizes are no multiples of the matrix unit's tiles: {sum(loss > 0 for loss, _ in lost)}; the "
+        f"most is lost in {size}, multiplied as {padded}: {format_time(loss)}"
+    )
+    change = "choose sizes (vocabulary, heads, tokens of an expert) that fill the tiles on each device"
+    yield Cause("padding", seconds, evidence, change, "products are padded")
+
+
+def _padded(sizes: tuple[int, int, int], chip: Chip) -> tuple[int, ...]:
+    """Rows, depth and columns of a product with tiles filled up."""
+    return tuple(-(-size // tile) * tile for size, tile in zip(sizes, chip.matmul_tile, strict=True))
+
+
+def _padding_seconds(time: OpTime, near: Roofline, chip: Chip | None) -> float:
+    """Of a product's time in a step, what the matrix unit multiplies zeros in: no more than it loses."""
+    if chip is None or time.kind.matmul is None or near.bound != "compute":
+        return 0.0
+    sizes = time.kind.matmul[1:]
+    waste = math.prod(_padded(sizes, chip)) / math.prod(sizes)
+    return max(min(near.floor * (waste - 1), time.seconds - near.floor), 0.0)
 
 
 def _mend(m: int, k: int, n: int, dtype: str, near: Roofline) -> str:
