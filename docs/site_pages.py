@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import recorded
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
@@ -79,8 +80,12 @@ class Chapter(_Markdown):
 
     def run(self) -> list[nodes.Node]:
         """Answer all of them."""
-        own = [solve(p) for p in problems().values() if p.chapter == self.arguments[0]]
-        return self.parsed("\n".join(line for s in own for line in _problem(s)))
+        chapter = self.arguments[0]
+        own = [solve(p) for p in problems().values() if p.chapter == chapter]
+        scripts = "".join(
+            f'<script src="../_static/{name}.js"></script>' for name in ("recorded", f"recorded/{chapter}")
+        )
+        return self.parsed("\n".join([*(line for s in own for line in _problem(s)), scripts]))
 
 
 def _problem(solution: Solution) -> Iterator[str]:
@@ -99,6 +104,8 @@ def _problem(solution: Solution) -> Iterator[str]:
     yield from ([f"$ {solution.equivalent}"] if solution.equivalent else [])
     yield "```"
     yield from (["", _plain(problem.note)] if problem.note else [])
+    yield ""
+    yield f'<div class="vary" data-problem="{problem.id}"></div>'
     yield ""
 
 
@@ -162,4 +169,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("functions", Functions)
     app.connect("source-read", within)
     app.connect("builder-inited", missing_chapters)
+    app.connect("build-finished", recorded.write)
+    app.add_css_file("recorded.css")
     return {"parallel_read_safe": True}

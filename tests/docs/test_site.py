@@ -4,16 +4,24 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import meshwise
-from meshwise.book import CHAPTERS, problems
+from meshwise.book import CHAPTERS, problems, solve
+from meshwise.core.errors import MeshwiseError
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow  # twenty seconds of Sphinx; proves that no link of the site is broken and no page missing
+
+
+@cache
+def recorded(site, chapter):
+    text = (site / "_static" / "recorded" / f"{chapter}.js").read_text(encoding="utf-8")
+    return json.loads(re.fullmatch(r"recorded\((.*)\);\n", text, re.DOTALL)[1])
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +57,36 @@ def test_every_problem_is_in_its_chapter_and_in_the_index_of_words(site, chapter
         if problem.chapter == chapter:
             assert f"meshwise book {problem.id}" in page
     assert f'"book/{chapter}"' in (site / "searchindex.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_sliders_of_a_chapter_have_the_answers_of_book(site, chapter):
+    """Of every number the question's own value, the first and the last; what has no answer says why."""
+    page = (site / "book" / f"{chapter}.html").read_text(encoding="utf-8")
+    found = recorded(site, chapter)
+    assert found
+    for name, problem in found.items():
+        assert f'<div class="vary" data-problem="{name}">' in page
+        for number, varied in problem["inputs"].items():
+            assert varied["values"] == sorted(set(varied["values"]))
+            assert varied["values"][varied["own"]] == problems()[name].values[number]
+            for place in {varied["own"], 0, len(varied["values"]) - 1}:
+                answer, changes = varied["answers"][place], {number: repr(varied["values"][place])}
+                if isinstance(answer, dict):
+                    with pytest.raises(MeshwiseError, match=re.escape(answer["no"])):
+                        solve(problems()[name], changes)
+                else:
+                    value = solve(problems()[name], changes).value
+                    assert answer == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5))
+
+
+def test_every_number_of_a_question_has_a_slider(site):
+    for problem in problems().values():
+        numbers = {
+            name for name, value in problem.values.items()
+            if name in problem.variable and isinstance(value, int | float) and value
+        }  # fmt: skip
+        assert numbers == set(recorded(site, problem.chapter).get(problem.id, {"inputs": ()})["inputs"])
 
 
 def test_every_public_name_is_on_the_page_of_python(site):
