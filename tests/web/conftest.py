@@ -6,6 +6,12 @@ import io
 import json
 import re
 import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +19,39 @@ from starlette.testclient import TestClient
 
 from meshwise.cli.main import main
 from meshwise.web.app import make_app
+
+#: A browser that runs without a window, such as Debian's chromium; nothing here installs one.
+BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
+
+#: Takes minutes.
+LONG = "/train?model=deepseek-v3&on=h100:2048&batch-tokens=16Mi&seq-len=4096"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    """Address of a page in a process of its own, which must end well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", "meshwise", "ui", "--port", str(port), "--no-browser", "meshwise models"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        assert process.stderr.readline() == f"meshwise ui: {address}/models (Ctrl-C ends it)\n"
+        yield address
+        with urllib.request.urlopen(address + LONG) as answer:  # noqa: S310
+            answer.read(100)
+            process.send_signal(signal.SIGINT)  # while somebody waits for a search
+            assert process.wait(20) == 0
+            assert b"has ended (-9), perhaps for lack of memory, or with the server" in answer.read()
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 @pytest.fixture(scope="session")

@@ -331,3 +331,13 @@ def test_a_block_that_html_does_not_know_is_kept_as_text():
             yield "a < b"
 
     assert "a &lt; b" in written.html_of([Odd()])
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_question_with_an_option_missing_or_wrong_is_answered_in_words(page, name):
+    verb, pairs = parse_command(ASKED[name])
+    for place, (key, _) in enumerate(pairs):
+        for other in ((), ((key, "no-such"),), ((key, "-1"),)):
+            answered = page.get(link(verb, pairs[:place] + other + pairs[place + 1 :]))
+            assert answered.status_code < 500
+            assert answered.is_redirect or "<h2>" in answered.text

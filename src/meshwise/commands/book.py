@@ -113,6 +113,6 @@ def show_book(screen: Screen, request: BookRequest) -> int | None:
         return None if request.answer is None or judge(solutions[0], request.answer).right else 3
     if request.answer is not None:
         raise MeshwiseError(f"--answer is of one problem, and here are {len(solutions)}: name one of them")
-    whole = request.problem is None and not request.every
+    whole = request.problem is None and not request.every and not request.changes
     screen.show((chapters_report if whole else problems_report)(solutions, request.echo()))
     return None

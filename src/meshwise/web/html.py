@@ -150,7 +150,7 @@ def _cells(row: Sequence[str | Markup], right: Sequence[bool], named: Named, *, 
         text = cell if isinstance(cell, Markup) else Markup("<br>").join(escape(s) for s in cell.strip().split("\n"))
         if number == 0 and cell in named:
             text = Markup('<a href="{}">{}</a>').format(named[cell], text)
-        mark = Markup('<th scope="row"{}>{}</th>') if facts and number == 0 else Markup("<td{}>{}</td>")
+        mark = Markup('<th scope="row"{}>{}</th>') if facts and number == 0 and text else Markup("<td{}>{}</td>")
         out += mark.format(_class(flush), text)
     return out
 

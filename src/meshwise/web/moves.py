@@ -63,7 +63,7 @@ def _planned(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _changes(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
-    for change in data["changes"]:
+    for change in data.get("changes", ()):  # of a question that has no answer there are none
         yield f"{change['change']}: {change['layout_text']}", {"layout": change["layout_text"]}
 
 
