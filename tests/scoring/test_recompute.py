@@ -37,6 +37,16 @@ def read(words, model="llama-3-8b", **cells):
         ("save: q, k, v", "save:q+k+v"),
         ("full (block)", "full"),
         ("none [scripts @v0.3.0]", "none"),
+        ("selective [layernorm, core_attn]", "recompute:layernorm+core_attn"),
+        ("op-level selective AC", "save:q+v+gate+down+attention"),
+        ("full AC", "full"),
+        ("full activation checkpointing", "full"),
+        ("activation checkpointing", "full"),
+        ("granularity=full method=uniform num_layers=1", "full"),
+        ("yes", "full"),
+        ("no AC", "none"),
+        ("without gradient checkpointing", "none"),
+        ("off", "none"),
     ],
 )
 def test_lists_of_modules_and_of_operations(words, remat):
@@ -47,6 +57,31 @@ def test_lists_of_modules_and_of_operations(words, remat):
 
 def test_every_second_layer_is_half_of_them():
     assert read("selective (every 2 layers)")[0]["remat_layers"] == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [("full, 12 of 32 layers", 12), ("full (block, 2 layers)", 8), ("full: 3 layers per stage", 12), ("block 8", None)],
+)
+def test_layers_that_are_counted_in_each_stage(words, layers):
+    """Megatron-LM's method `block` counts in each piece of the pipeline: four here, of eight layers."""
+    choices, notes = read(words, pp=4)
+    assert (choices["remat"], choices.get("remat_layers")) == ("full", layers)
+    assert ("4 pieces" in " ".join(notes)) == ("of" not in words)
+    with pytest.raises(MeshwiseError, match="has 32 layers, found 40"):
+        read("full, 12 of 40 layers")
+
+
+def test_offloading_of_all_that_is_kept():
+    assert read("selective + CPU offload")[0] == {"remat": "recompute:core_attn", "offload": ("activations",)}
+    assert read("activation offloading")[0] == {"remat": "none", "offload": ("activations",)}
+    assert read("selective, no CPU offload")[0] == {"remat": "recompute:core_attn"}
+
+
+def test_selective_of_torchtitan_chooses_operations():
+    words = "save:q+v+gate+down+attention"
+    assert read("selective (config default)", software="torchtitan 0.1")[0]["remat"] == words
+    assert read("selective", software="torchtitan 0.1")[0]["remat"] == words
 
 
 def test_modules_that_no_layer_has_are_left_out_and_said():

@@ -23,6 +23,8 @@ def run(**changes):
         ("bf16 + float8", "fp8-current"),
         ("bf16 + FP8", "fp8-current"),
         ("float8 (rowwise)", "fp8-current"),
+        ("bf16 params, fp8 matmuls (rowwise)", "fp8-current"),
+        ("bf16 (no fp8)", "bf16,master=fp32"),
         ("bf16 + MXFP8", "mxfp8"),
         ("bf16 (fp32 reduce)", "bf16,master=fp32"),
     ],
@@ -39,6 +41,61 @@ def test_weights_that_stay_gathered_are_zero_2(words):
     assert (layout.sizes["data"], layout.sizes["fsdp"]) == (8, 1)
     assert layout.choices["zero"] == 2
     assert build_scenario(run(fsdp_or_zero_stage="FSDP2, re-shard after forward")).layout.sizes["fsdp"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "data", "fsdp", "zero"),
+    [
+        ("HSDP 2x4", 2, 4, 1),
+        ("HSDP, shard degree 4", 2, 4, 1),
+        ("HSDP, replicate=4", 4, 2, 1),
+        ("FSDP=4, DP=2", 2, 4, 1),
+        ("zero3", 1, 8, 0),
+        ("3", 1, 8, 0),
+        ("fully sharded", 1, 8, 0),
+        ("ZeRO2", 8, 1, 2),
+        ("2", 8, 1, 2),
+        ("dist-opt", 8, 1, 1),
+        ("DP", 8, 1, 0),
+        ("FSDP NO_SHARD", 8, 1, 0),
+    ],
+)
+def test_what_replicas_share(words, data, fsdp, zero):
+    layout = build_scenario(run(fsdp_or_zero_stage=words)).layout
+    assert (layout.sizes["data"], layout.sizes["fsdp"], layout.choices["zero"]) == (data, fsdp, zero)
+
+
+def test_a_hybrid_that_says_no_number_shares_within_a_node():
+    scenario = build_scenario(run(n_chips=32, tp=2, fsdp_or_zero_stage="HYBRID_SHARD"))
+    assert (scenario.layout.sizes["data"], scenario.layout.sizes["fsdp"]) == (4, 4)
+    assert "replicas of a node" in " ".join(scenario.assumed)
+
+
+def test_groups_of_an_optimizer_are_said_not_to_be_priced():
+    assert "groups of 4" in " ".join(build_scenario(run(fsdp_or_zero_stage="ZeRO-1 over 4")).assumed)
+
+
+def test_experts_may_be_padded_to_a_capacity():
+    cells = {"model": "mixtral-8x7b", "moe_experts": 8, "moe_topk": 2, "software": "MaxText", "chip": "v5p"}
+    wide, plain = (build_scenario(run(**cells, notes=n)).problem.job for n in ("capacity_factor=1.25", ""))
+    assert (wide.capacity_factor, plain.capacity_factor) == (1.25, None)
+    assert "MTP" in " ".join(build_scenario(run(notes="DeepSeekV3 (w/ MTP)")).assumed)
+    assert "MTP" not in " ".join(build_scenario(run(notes="DeepSeekV3 (w/o MTP)")).assumed)
+
+
+@pytest.mark.parametrize(
+    ("cells", "doubts"),
+    [
+        ({"dtype": "fp8"}, ()),
+        ({"chip": "b200", "dtype": "bf16"}, ("format",)),
+        ({"chip": "b200", "dtype": "fp8"}, ()),
+        ({"chip": "h200", "dtype": "fp16"}, ("chip", "format")),
+        ({"chip": "mi300x", "dtype": "fp8"}, ("family",)),
+        ({"chip": "v5p", "dtype": "int8", "software": "MaxText"}, ("format",)),
+    ],
+)
+def test_formats_and_chips_of_which_no_step_was_measured_are_causes_of_doubt(cells, doubts):
+    assert build_scenario(run(**({"software": "Megatron-LM"} | cells))).problem.uncertainty_sources == doubts
 
 
 LLAMA_405B = {"model": "Llama-3.1-405B", "layers": 126, "d_model": 16384, "n_heads": 128, "n_kv_heads": 8,

@@ -56,7 +56,7 @@ class CalibrationFile:
         links = replace(base.links, efficiency=self.constants.get(_LINKS, base.links.efficiency))
         source = f"{base.source}; refined: {self.source}"
         found = replace(base, name=name, narrow=tuple(narrow.items()), links=links, source=source)
-        found = replace(found, refined=tuple(self.constants), doubts=())
+        found = replace(found, refined=tuple(self.constants), doubts=(), measured_formats=None)
         if plain.get("attention_efficiency", 0.0) > plain.get("matmul_efficiency", base.matmul_efficiency):
             raise MeshwiseError(f"{name}: attention_efficiency is more than matmul_efficiency")
         return replace(found, **plain)

@@ -89,7 +89,13 @@ SOFTWARE = {
             rests_on=("sc21", "korthikanti", "vtrain"),
         ),
         Software(
-            "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention, as BLOOM was trained: launches block",
+            "megatron-deepspeed", "Megatron-DeepSpeed and GPT-NeoX before FlashAttention",
+            flash=0, elementwise_passes=1.11, late_exchange=True, collective_matmul=False, graphs=False,
+            source="megatron-2021's operations; sends and sums of gradients of DeepSpeed's engine",
+            late_sends=2, scattered_sends=True, adds_gradients=True, measured=False,
+        ),
+        Software(
+            "megatron-deepspeed-blocking", "the same as BLOOM was trained: each launch waits for its kernel",
             flash=0, elementwise_passes=1.11, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
             gap=103e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
@@ -196,6 +202,14 @@ _MEASURED = {
     "tpu": ("v4", "v5e", "v5p"),
 }
 
+#: Formats of matmuls of these steps. Of Blackwell in 16 bits there are two, both of a mixture: none of dense models.
+_MEASURED_FORMATS = {
+    "ampere": (DType.BF16, DType.FP16),
+    "hopper": (DType.BF16, DType.FP8),
+    "blackwell": (DType.FP8, DType.FP4),
+    "tpu": (DType.BF16,),
+}
+
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
 _GAP, _INTERFERENCE = 7.9e-6, 0.254
 
@@ -279,6 +293,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         permute_passes=_PERMUTES if on_tpu else 1.0,
         uneven_ring=software.uneven_ring,
         collective_matmul=family.collective_matmul if overlapped is None else overlapped,
+        measured_formats=_MEASURED_FORMATS.get(family.name),
         doubts=(*_unmeasured(chip, family.name), *(() if software.measured else ("unnamed",))),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )

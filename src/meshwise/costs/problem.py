@@ -16,6 +16,7 @@ from meshwise.costs.compute import ComputeRates
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving, lowered_training
 from meshwise.costs.routing import Routing
+from meshwise.costs.spread import uncertainty_sources
 from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad, TrainingJob
 from meshwise.models import Model
@@ -71,6 +72,11 @@ class TrainingProblem(_Problem):
     def compute_rates(self) -> ComputeRates:
         """What operations take on the chip."""
         return ComputeRates.of(self.cluster.chip, self.job.formats, self.calibration)
+
+    @property
+    def uncertainty_sources(self) -> tuple[str, ...]:
+        """Causes of uncertainty, whatever is known of the layout."""
+        return uncertainty_sources(self.calibration, self.model, self.job.formats.compute)
 
 
 Step = Literal["prefill", "decode"]

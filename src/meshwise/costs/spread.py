@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import Calibration
 from meshwise.models import Model
 
@@ -42,6 +43,7 @@ SPREADS = {
     "engine": Spread(0.12, "releases of serving engines, their settings, and lengths of requests differ"),
     "unnamed": Spread(0.12, "the software is not known, or was not measured: kernels and overlap may be others'"),
     "chip": Spread(0.10, "no steps of this chip were measured, of others of its family were"),
+    "format": Spread(0.08, "no steps of such chips in this number format were measured, in others they were"),
     "anchored": Spread(0.05, "what one layout is off by for reasons of its own, beside measured ones"),
     "family": Spread(0.14, "no steps of such chips were measured; families keep 60 to 79 % of their peak in matmuls"),
 }
@@ -63,9 +65,18 @@ class Likely:
     high: float
 
 
-def uncertainty_sources(calibration: Calibration, model: Model) -> tuple[str, ...]:
-    """Causes of uncertainty of a chip and a model, whatever is known of the layout."""
-    return (*(calibration.doubts or ()), *(("mixture",) if model.mixtures else ()))
+def uncertainty_sources(calibration: Calibration, model: Model, compute: DType | None = None) -> tuple[str, ...]:
+    """Causes of uncertainty of a chip and a model, whatever is known of the layout.
+
+    Args:
+        calibration: of the chip.
+        model: that is trained or served.
+        compute: format of its matmuls; None where whole steps do not say which were measured.
+    """
+    doubts = calibration.doubts or ()
+    known = compute is None or calibration.measured_formats is None or compute in calibration.measured_formats
+    own = () if known or {"anchored", "family"} & {*doubts} else ("format",)
+    return (*doubts, *own, *(("mixture",) if model.mixtures else ()))
 
 
 def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> dict[str, float]:

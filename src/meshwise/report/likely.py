@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_time
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.spread import SPREADS, likely_interval, relative_spread, spread_parts, uncertainty_sources
+from meshwise.costs.spread import SPREADS, likely_interval, relative_spread, spread_parts
 from meshwise.report.table import Columns, tabulate, words
 from meshwise.search import Plan
 
@@ -58,7 +58,7 @@ def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
     step, parts = plan.estimate.step_time, _parts(plan)
     low, high = _interval(plan)
     squares = " + ".join(f"{s:.3f}^2" for s in parts.values())
-    spread = relative_spread(plan.estimate.terms, uncertainty_sources(calibration, plan.problem.model))
+    spread = relative_spread(plan.estimate.terms, plan.problem.uncertainty_sources)
     causes = "; ".join(f"{words(cause)}: {SPREADS[cause].why}" for cause in parts)
     return (
         Explanation(
@@ -94,12 +94,12 @@ def constants_data(calibration: Calibration) -> dict[str, Any]:
 
 
 def _parts(plan: Plan) -> dict[str, float]:
-    return spread_parts(plan.estimate.terms, uncertainty_sources(plan.problem.calibration, plan.problem.model))
+    return spread_parts(plan.estimate.terms, plan.problem.uncertainty_sources)
 
 
 def _interval(plan: Plan) -> tuple[float, float]:
     step = plan.estimate.step_time
-    causes = uncertainty_sources(plan.problem.calibration, plan.problem.model)
+    causes = plan.problem.uncertainty_sources
     likely = likely_interval(step.expected, step.lower, plan.estimate.terms, causes)
     return likely.low, likely.high
 

@@ -97,13 +97,13 @@ LINK_SHARE: Part = (lambda c: c.links.efficiency, lambda c, v: replace(c, links=
 #: Bytes of elementwise operations by how software fuses them: a name, the prior, where that is from, the software.
 _PASSES = (
     ("fused", 1.3, "kernels fused in part", ("megatron", "megatron-graphs", "megatron-beside", "pytorch-compiled")),
-    ("scripted", 1.3, "kernels fused in part", ("megatron-2021", "megatron-deepspeed")),
+    ("scripted", 1.3, "kernels fused in part", ("megatron-2021", "megatron-deepspeed", "megatron-deepspeed-blocking")),
     ("eager", 1.8, "an operation of its own for casts, products with activations and sums: 3/2 to 2 times",
      ("eager-2023", "pytorch")),
 )  # fmt: skip
 
 #: Software whose gaps between operations are constants of their own.
-_OWN_GAPS = ("megatron-deepspeed", "megatron-graphs")
+_OWN_GAPS = ("megatron-deepspeed-blocking", "megatron-graphs")
 
 
 def all_constants() -> tuple[Constant, ...]:
@@ -130,8 +130,8 @@ def all_constants() -> tuple[Constant, ...]:
         *(Constant(f"passes.{name}", "times the bytes", prior, 0.25, source, _by(*by), *part("elementwise_passes"),
                    least=1.0) for name, prior, source, by in _PASSES),
         Constant("gap", "s", 8e-6, 0.5, "launches of kernels on A100 to B200: 3 to 12 us", _usual_gap, *part("gap")),
-        Constant("gap.megatron-deepspeed", "s", 40e-6, 0.5, "launches block: 25 us of the host, 15 us of waiting",
-                 _by("megatron-deepspeed", on_tpus=False), *part("gap")),
+        Constant("gap.blocking", "s", 40e-6, 0.5, "launches block: 25 us of the host, 15 us of waiting",
+                 _by("megatron-deepspeed-blocking", on_tpus=False), *part("gap")),
         Constant("gap.megatron-graphs", "s", 2e-6, 0.5, "kernels of a graph follow each other without the host",
                  _by("megatron-graphs", on_tpus=False), *part("gap")),
         Constant("mixture_launch", "s", 60e-6, 0.4, "a dozen launches and a synchronisation",

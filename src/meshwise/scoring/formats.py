@@ -12,10 +12,11 @@ from meshwise.scoring.rows import TrainingRun, first_match
 #: A source's words -> precision; the first that is found.
 _PRECISIONS = (
     (r"mxfp8|fp8-mx|alternative granularity", "mxfp8"),
-    (r"float8|^bf16 ?\+ ?fp8", "fp8-current"),
     (r"nvfp4|^fp4", "nvfp4"),
-    (r"fp8-cs|main value", "fp8-current"),
+    (r"\b(?:no|not|without) (?:fp8|float8)", "bf16,master=fp32"),
     (r"fp8.*1x128|fp8-block|blockwise", "fp8-block"),
+    (r"float8|^bf16\b.*\bfp8", "fp8-current"),
+    (r"fp8-cs|main value", "fp8-current"),
     (r"^fp8", "fp8"),
     (r"int8", "int8"),
     (r"bf16.*(fp32 grad)|amp, fp32 master|bf16 mixed", "mixed"),

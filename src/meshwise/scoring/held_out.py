@@ -17,7 +17,7 @@ import numpy as np
 from meshwise.costs.spread import Likely
 from meshwise.scoring.constants import Constant
 from meshwise.scoring.fitting import Fit, FittedRows, Sensitivities, sensitivities, training_fit
-from meshwise.scoring.training import TrainingPrediction, predict_training
+from meshwise.scoring.training import TrainingPrediction, build_scenario, predict_training
 
 #: How far constants may follow rows: times the spreads of their priors. 0 keeps them where single operations put them.
 FREEDOMS = (0.0, 0.5, 1.0, 2.0)
@@ -160,8 +160,10 @@ def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> 
 
 def _blind(p: TrainingPrediction) -> TrainingPrediction:
     """The row as though its source had not been seen; itself where that changes nothing."""
+    if build_scenario(p.scenario.run, unseen=p.run.source).problem.calibration == p.calibration:
+        return p
     found = predict_training(p.scenario.run, unseen=p.run.source)
-    return found if isinstance(found, TrainingPrediction) and found.calibration != p.calibration else p
+    return found if isinstance(found, TrainingPrediction) else p
 
 
 def _points(

@@ -80,7 +80,8 @@ def read_recompute(run: TrainingRun, model: Model, choices: dict[str, Any], note
         choices["offload_layers"] = int(offloaded[1])
     if not bare:
         return
-    for read in (_of_jax, _of_megatron, _of_torchtitan):
+    bare = _offloaded_whole(bare, choices)
+    for read in (_of_counts, _of_jax, _of_torchtitan, _of_megatron, _of_words):
         if read(run, bare, model, choices, notes):
             return
     try:
@@ -90,6 +91,79 @@ def read_recompute(run: TrainingRun, model: Model, choices: dict[str, Any], note
     choices |= {"remat": request.policy} | ({} if request.layers is None else {"remat_layers": request.layers})
     if request.offloads:
         choices["offload"] = ("activations",)
+
+
+#: What people call recomputation, beside the word for how much of it.
+_CHECKPOINTS = (
+    r"(?:(?:activation|gradient|layer|selective)[- ]?)?(?:re-?comput\w*|re-?materiali[sz]ation|remat"
+    r"|check-?point\w*|ac\b)"
+)
+
+
+#: Layers of each piece of a pipeline, as Megatron-LM's method `block` counts them.
+_IN_PIECES = r"\bblock\b\D*(\d+)|(\d+) layers? (?:of |per |in )(?:each |a |every )?(?:stage|piece|chunk)"
+
+#: Words of "none", and of all layers.
+_NONE = {"no", "not", "none", "off", "false", "disabled", "without", "used"}
+_ALL = {"full", "fully", "all", "every", "each", "layer", "layers", "yes", "true", "on", "enabled", "uniform"}
+
+
+def _offloaded_whole(bare: str, choices: dict[str, Any]) -> str:
+    """The words without those that offload all that is kept to the host."""
+    found = re.search(r"[;,+ ]*(?:with |and )?(no |without )?\b(?:cpu|host|activation)[- ]offload\w*", bare)
+    if found is None or "custom" in bare:
+        return bare
+    if not found[1]:
+        choices["offload"] = ("activations",)
+    return (bare[: found.start()] + bare[found.end() :]).strip(" ;,+") or "none"
+
+
+def _of_counts(run: TrainingRun, bare: str, model: Model, choices: dict[str, Any], notes: list[str]) -> bool:
+    """Full recomputation of some layers; whether the words are such. Megatron-LM counts them in each piece."""
+    layers = model.num_layers
+    if found := re.search(r"^(?:full\b.*?|checkpoint\w*\W+)?(\d+) ?(?:of|/) ?(\d+) layers", bare):
+        if int(found[2]) != layers:
+            raise MeshwiseError(f"recompute {bare!r}: {model.name} has {layers} layers, found {found[2]}")
+        number = int(found[1])
+    elif found := re.search(
+        r"\bblock\b\D*(\d+)|(\d+) layers? (?:of |per |in )(?:each |a |every )?(?:stage|piece|chunk)", bare
+    ):
+        pieces = (run.pp or 1) * (run.vpp or 1)
+        number = int(found[1] or found[2]) * pieces
+        if pieces > 1:
+            notes.append(f"recompute: {number // pieces} layers in each of {pieces} pieces of the pipeline")
+    else:
+        return False
+    choices |= {"remat": "full"} | ({"remat_layers": number} if number < layers else {})
+    return True
+
+
+def _of_words(run: TrainingRun, bare: str, _: Model, choices: dict[str, Any], notes: list[str]) -> bool:
+    """Whether all layers, or none, are checkpointed, as people say it; whether the words are such."""
+    much = re.sub(rf"recompute_granularity|granularity|method|num_layers|{_CHECKPOINTS}", " ", bare)
+    words = set(re.findall(r"[a-z]+", much))
+    if words <= _NONE and (words or bare == "0"):
+        choices["remat"] = "none"
+    elif words <= {
+        "full",
+        "fully",
+        "all",
+        "every",
+        "each",
+        "layer",
+        "layers",
+        "yes",
+        "true",
+        "on",
+        "enabled",
+        "uniform",
+    }:
+        choices["remat"] = "full"
+        if "full" not in words:
+            notes.append(f"recompute {run.recompute!r}: every layer, as checkpoints of whole blocks are")
+    else:
+        return False
+    return True
 
 
 def _of_jax(run: TrainingRun, bare: str, model: Model, choices: dict[str, Any], notes: list[str]) -> bool:
@@ -122,18 +196,28 @@ def _of_megatron(_: TrainingRun, bare: str, model: Model, choices: dict[str, Any
     return True
 
 
-def _of_torchtitan(_: TrainingRun, bare: str, model: Model, choices: dict[str, Any], notes: list[str]) -> bool:
+def _of_torchtitan(run: TrainingRun, bare: str, model: Model, choices: dict[str, Any], notes: list[str]) -> bool:
     """Selective checkpoints of every so many layers, or of every other product; whether the words are such."""
-    if not bare.startswith("selective"):
+    if not re.match(rf"selective|op\b|op-level|sac\b|{_CHECKPOINTS}[ =:]*selective", bare):
         return False
     if found := re.search(r"every (\d+|other|second)|option\W+(\d+)", bare):
         number = found[1] or found[2]
         choices |= {"remat": "full", "remat_layers": max(1, model.num_layers // int(number if number.isdigit() else 2))}
-    elif re.search(r"\bop\b|\bops\b", bare):
+    elif re.search(r"\bops?\b|\bop-level\b", bare) or ("torchtitan" in run.software.lower() and _is_default(bare)):
         choices["remat"] = _present(_EVERY_OTHER, model, notes)
     else:
         return False
     return True
+
+
+def _is_default(bare: str) -> bool:
+    """Whether words ask for selective recomputation and say no more: torchtitan's configs choose operations."""
+    return re.fullmatch(rf"(?:selective|sac)(?: ?\((?:[\w-]+ )*default\))?(?: {_CHECKPOINTS})?", bare) is not None
+
+
+def names_origin(words: str) -> bool:
+    """Whether words were looked up elsewhere than the measurement: the place stands at their end."""
+    return _without_origin(words) != words.strip()
 
 
 def _without_origin(words: str) -> str:
@@ -142,7 +226,10 @@ def _without_origin(words: str) -> str:
     >>> _without_origin("none [configs @v0.3.0]"), _without_origin("recompute_modules=['mlp', 'moe_act']")
     ('none', "recompute_modules=['mlp', 'moe_act']")
     """
-    return re.sub(r"\s+\[[^\]]*\]\s*$", "", words).strip()
+    found = re.search(r"\s+\[([^\]]*)\]\s*$", words)
+    if found is None or set(re.findall(r"[\w.]+", found[1])) <= {*MODULES}:
+        return words.strip()  # a list of modules is no place
+    return words[: found.start()].strip()
 
 
 def _is_maxtext(run: TrainingRun, bare: str) -> bool:

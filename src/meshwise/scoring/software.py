@@ -14,16 +14,26 @@ from meshwise.hardware import Chip
 from meshwise.scoring.rows import TrainingRun
 
 #: Software that runs PyTorch's own operations.
-_PYTORCH = "torch|fsdp|composer|deepspeed|lightning|accelerate|hugging|transformers|nanotron|litgpt|llama.?factory"
+_PYTORCH = (
+    "torch|fsdp|composer|deepspeed|lightning|accelerate|hugging|transformers|nanotron|litgpt|llama.?factory|automodel"
+    "|colossal|fairscale|metaseq|axolotl|llama.?recipes|olmo|foundation.model.stack"
+)
+
+#: What a row says of how the host launches: one program for what the interpreter would launch one by one, graphs of
+#: kernels, or launches that wait for their kernel.
+_COMPILED = r"torch[. ]?compile|(?:\+|,|with|and) ?compile\b|\bcompiled\b|compile ?[=:] ?(?:true|on|1)\b|inductor"
+_GRAPHS = r"cuda[- _]?graphs?"
+_BLOCKING = r"launch[_ ]blocking|launches block"
+_NOT = r"(?:\b(?:no|not|without|un)[ -]?(?:yet )?)(?:"
 
 #: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
 _WORDS = (
-    (r"maxtext|jax|levanter|axlearn", "xla", 9999),
-    (r"megatron.*deepspeed", "megatron-deepspeed", 2023),
+    (r"maxtext|jax|levanter|axlearn|\bt5x\b|\bpax(?:ml)?\b|flax|\balpa\b", "xla", 9999),
+    (r"megatron.*deepspeed|neox", "megatron-deepspeed", 2023),
+    (r"automodel", "pytorch", 9999),
     (r"megatron|nemo", "megatron-2021", 2023),
-    (r"megatron|nemo|transformer ?engine", "megatron", 9999),
+    (r"megatron|nemo|neox|megascale|primus|transformer ?engine", "megatron", 9999),
     (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
-    (rf"(?:{_PYTORCH}).*(?<!no )(?<!not )(?<!without )(?:torch\.)?compile", "pytorch-compiled", 9999),
     (_PYTORCH, "pytorch", 9999),
 )
 
@@ -50,6 +60,8 @@ def calibration_of(
     found = next((name for name in meant if _is_known(name, unseen)), None)
     if found is None:
         return calibration, (UNKNOWN,)
+    if (own := _launched(run, found)) and _is_known(own, unseen):
+        return f"fitted+{own}", ()
     release = re.search(r"container (\d+)\.(\d+)", words)
     since = (int(release[1]), int(release[2])) if release else (0, 0)
     graphs = since >= (26, 6) and default_calibration(chip).name == "blackwell"
@@ -59,6 +71,24 @@ def calibration_of(
     if since >= (25, 9) and mixture and far and _is_known("megatron-beside", unseen):
         return "fitted+megatron-beside", ("exchanges between nodes run beside compute, as in the recipes",)
     return f"fitted+{found}", ()
+
+
+def _launched(run: TrainingRun, software: str) -> str | None:
+    """The same software, launched as a row says; None where it does not say.
+
+    BLOOM was trained with launches that block, without which it hung (its chronicles).
+    """
+    words = f"{run.software} {run.notes}".lower()
+    if software == "megatron-deepspeed" and (_says(_BLOCKING, words) or "bloom" in run.model.lower()):
+        return "megatron-deepspeed-blocking"
+    if software == "megatron" and _says(_GRAPHS, words):
+        return "megatron-graphs"
+    return "pytorch-compiled" if software == "pytorch" and _says(_COMPILED, words) else None
+
+
+def _says(pattern: str, words: str) -> bool:
+    """Whether words are there, and not denied."""
+    return re.search(pattern, words) is not None and re.search(f"{_NOT}{pattern})", words) is None
 
 
 def _is_known(software: str, unseen: str) -> bool:

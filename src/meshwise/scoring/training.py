@@ -19,15 +19,16 @@ from meshwise.costs.estimate import Estimate, evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.spread import likely_interval, uncertainty_sources
+from meshwise.costs.spread import likely_interval
 from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.scoring.formats import precision_of
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
-from meshwise.scoring.recompute import read_recompute
-from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, measured_seconds
+from meshwise.scoring.recompute import names_origin, read_recompute
+from meshwise.scoring.rows import TrainingRun, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import Scenario, cluster_of, model_of
+from meshwise.scoring.sharing import read_sharing
 from meshwise.scoring.software import UNKNOWN, calibration_of
 from meshwise.search import estimate_layout
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
@@ -82,6 +83,7 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
             batch_slack=0.0,
             precision=precision,
             expert_imbalance=1.0 if "force-balanced" in run.words else None,
+            capacity_factor=_capacity(run, model),
         )
     except ValidationError as error:
         raise MeshwiseError(refused_value(error)) from None
@@ -99,6 +101,12 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
         open=tuple(name for name in ("remat", "zero", "micro_batch") if name not in settled),
         doubts=("unnamed",) if UNKNOWN in of_software else (),
     )
+
+
+def _capacity(run: TrainingRun, model: Model) -> float | None:
+    """Slots that experts are padded to over the mean, where a row says so; at least one."""
+    found = re.search(r"capacity[ _-]factor\W{0,3}(\d+(?:\.\d+)?)", run.words)
+    return max(float(found[1]), 1.0) if found and model.mixtures else None
 
 
 def _layout(run: TrainingRun, model: Model, cluster: Cluster) -> tuple[dict[str, int], dict[str, Any], list[str]]:
@@ -119,7 +127,8 @@ def _layout(run: TrainingRun, model: Model, cluster: Cluster) -> tuple[dict[str,
     sizes |= {"tensor": tp, "stage": pp, "context": cp}
     _check_ways(run, model)
     replicas = _experts(run.ep or 1, dp, tp, sizes, choices)
-    _shards(run, replicas, sizes, choices)
+    sizes["data"] = replicas
+    read_sharing(run, chip, sizes, choices, notes)
     if not run.fsdp_or_zero_stage and chip.vendor == "google":  # as MaxText's default mesh
         copies = cluster.num_slices if replicas % cluster.num_slices == 0 else 1
         sizes |= {"data": copies, "fsdp": replicas // copies}
@@ -136,6 +145,8 @@ def _layout(run: TrainingRun, model: Model, cluster: Cluster) -> tuple[dict[str,
     _microbatches(run, micro_batch, sizes, choices)
     if "tokendrop" in run.words:
         notes.append("tokens beyond an expert's capacity are dropped: taken as balanced")
+    if re.search(r"\b(?:w/|with) mtp\b", run.words):
+        notes.append("layers that predict further tokens (MTP) are not counted")
     return sizes, choices, notes
 
 
@@ -176,53 +187,6 @@ def _experts(ep: int, dp: int, tp: int, sizes: dict[str, int], choices: dict[str
     if tp > 1:
         choices["expert_tensor_parallel"] = ep % tp != 0
     return dp // over_data
-
-
-#: A source's words for what replicas share -> ZeRO stage; 3 is FSDP.
-_STAGES = (
-    (r"(?:no|not|without|never) re-?shard|reshard_after_forward\s*[=:]?\s*(?:false|never|no)\b", 2),
-    (r"zero-2|zero stage 2|shard_grad_op", 2),
-    (r"fsdp|zero-3|zero stage 3|full_shard", 3),
-    (r"distributed optimizer|zero-1|zero stage 1", 1),
-    (r"ddp|none|no optimizer|zero stage 0|zero-0", 0),
-)
-
-
-def _shards(run: TrainingRun, dp: int, sizes: dict[str, int], choices: dict[str, Any]) -> None:
-    """Deal the replicas out between data and fsdp."""
-    words = run.fsdp_or_zero_stage.lower()
-    sizes["data"] = dp
-    if not words:
-        return
-    stage = first_match(_STAGES, words)
-    if stage is None:
-        raise MeshwiseError(
-            f"fsdp_or_zero_stage {run.fsdp_or_zero_stage!r} is not understood; expected DDP, ZeRO stage 1 or 2, or FSDP"
-        )
-    if stage < 3:
-        choices["zero"] = stage
-        choices["fully_sharded"] = False
-        return
-    sizes["data"] = _copies(run, words, dp)
-    sizes["fsdp"] = dp // sizes["data"]
-    choices["zero"] = 1 if sizes["data"] > 1 else 0
-
-
-def _copies(run: TrainingRun, words: str, dp: int) -> int:
-    """Copies of the model that FSDP leaves between groups which share one: as the row says, else one."""
-    across = re.search(r"dp=(\d+) across", words)
-    within = re.search(r"within (\d+)-gpu|over (\d+)\b(?! chips)", words)
-    said = int(across[1]) if across else int(within[1] or within[2]) if within else None
-    if said and said % dp == 0:  # of all replicas, or of their devices
-        return 1
-    if said is None and "hybrid" not in words:
-        return 1
-    if said is None or dp % said:
-        raise MeshwiseError(
-            f"fsdp_or_zero_stage {run.fsdp_or_zero_stage!r}: expected over how many of the {dp} replicas weights are "
-            "shared, a divisor: 'FSDP over 8', 'FSDP; DP=2 across nodes'"
-        )
-    return said if across else dp // said
 
 
 def _microbatches(run: TrainingRun, micro_batch: int | None, sizes: dict[str, int], choices: dict[str, Any]) -> None:
@@ -299,8 +263,7 @@ def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str 
         faster = f"{measured:.4g} s a step is faster than the chips' data sheets allow"
         return Refusal(run, f"{faster}, at least {step.lower:.4g} s ({estimate.bound}); {WRONG}")
     else:
-        known = uncertainty_sources(scenario.problem.calibration, scenario.problem.model)
-        causes = (*scenario.open, *scenario.doubts, *known)
+        causes = (*scenario.open, *dict.fromkeys((*scenario.doubts, *scenario.problem.uncertainty_sources)))
         likely = likely_interval(expected, bound, estimate.terms, causes)
     return TrainingPrediction(
         scenario, estimate, estimate.terms, memory, measured, expected, bound, likely, plan.layout
@@ -316,7 +279,7 @@ def _other_readings(scenario: TrainingScenario) -> Iterator[TrainingScenario]:
     run = scenario.run
     if not run.fsdp_or_zero_stage and scenario.layout.sizes["data"] > 1:
         yield scenario.fully_sharded()
-    if "[" in run.recompute and "remat" in scenario.layout.choices:  # looked up elsewhere than the measurement
+    if names_origin(run.recompute) and "remat" in scenario.layout.choices:  # looked up elsewhere than the measurement
         yield scenario.without_recompute()
 
 

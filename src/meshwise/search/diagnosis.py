@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.spread import likely_interval, relative_spread, uncertainty_sources
+from meshwise.costs.spread import likely_interval, relative_spread
 from meshwise.search.plan import Plan
 from meshwise.search.planner import MAX_MEMORY, check_request, is_usual, search_layout
 from meshwise.search.tools import Tool
@@ -223,7 +223,7 @@ def explain_measured(plan: Plan, seconds: float) -> Measured:
         seconds: of a step, the median of some.
     """
     e = plan.estimate
-    causes = uncertainty_sources(plan.problem.calibration, plan.problem.model)
+    causes = plan.problem.uncertainty_sources
     likely = likely_interval(e.step_time.expected, e.step_time.lower, e.terms, causes)
     spread = math.exp(1.2816 * relative_spread(e.terms, causes))
     excess = seconds - e.step_time.expected
