@@ -240,7 +240,7 @@ class EngineCosts:
             raise ConfigError(f"{where}: {str(error).removeprefix('engine costs: ')}") from None
 
 
-def _mapping(where: str, value: Any, of: type) -> dict[str, Any]:
+def _mapping(where: str, value: object, of: type) -> dict[str, Any]:
     """Check the names of a JSON object's fields."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: expected an object with the fields of {of.__name__}, found {value!r}")
@@ -253,7 +253,7 @@ def _mapping(where: str, value: Any, of: type) -> dict[str, Any]:
     return dict(value)
 
 
-def _number(what: str, name: str, value: Any, least: float) -> None:
+def _number(what: str, name: str, value: object, least: float) -> None:
     if (
         isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LARGEST
     ):  # NaN is neither
@@ -262,7 +262,7 @@ def _number(what: str, name: str, value: Any, least: float) -> None:
         raise ConfigError(f"{what}: {name}: expected a number, {bound}, found {quoted(value)}")
 
 
-def _whole(what: str, name: str, value: Any, least: int, most: int = 2**53) -> None:
+def _whole(what: str, name: str, value: object, least: int, most: int = 2**53) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         limit = "" if isinstance(value, int) and value < least else f" and at most {most}"
         raise ConfigError(f"{what}: {name}: expected a whole number, at least {least}{limit}, found {quoted(value)}")

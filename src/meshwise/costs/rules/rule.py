@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.formula import Formula
@@ -63,7 +62,7 @@ class Rule:
         """Those that the formula needs, in the order of their first use."""
         return self.formula.names
 
-    def value(self, **letters: Any) -> float:
+    def value(self, **letters: Value) -> float:
         """The result, in base units.
 
         >>> from meshwise.costs.rules import find_rule
@@ -75,15 +74,15 @@ class Rule:
         """
         return float(self.formula.value(self.complete(letters)))
 
-    def text(self, **letters: Any) -> str:
+    def text(self, **letters: Value) -> str:
         """The result where it is sizes, `64x8`."""
         return str(self.formula.value(self.complete(letters)))
 
-    def complete(self, letters: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(self, letters: Mapping[str, Value]) -> dict[str, Value]:
         """The letters with their defaults, all of them checked."""
         from meshwise.costs.rules.letters import LETTERS  # noqa: PLC0415  (letters are made of this file's class)
 
-        values: dict[str, Any] = {}
+        values: dict[str, Value] = {}
         for name in self.letters:
             value = letters.get(name, self.defaults.get(name, LETTERS[name].default))
             if value is None:
@@ -119,7 +118,7 @@ class PutText(str):  # noqa: SLOT000 -- a text with two attributes
         made.rule, made.letters = rule, dict(letters)
         return made
 
-    def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def given(self, values: Mapping[str, Value]) -> dict[str, Value]:
         """The rule's letters as numbers, those that have other values than its defaults.
 
         Args:
@@ -136,7 +135,7 @@ class PutText(str):  # noqa: SLOT000 -- a text with two attributes
         return found
 
 
-def check(rule: str, name: str, letter: Letter, value: Any) -> None:
+def check(rule: str, name: str, letter: Letter, value: Value) -> None:
     """Refuse what is not above zero: every quantity here is a size, a rate or a count.
 
     Raises:
