@@ -7,8 +7,23 @@ import pytest
 import meshwise
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.machine import MeasuredOperation, machine_document
+from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.machine import (
+    CACHED,
+    ENGINE_STEPS,
+    FEW_ROWS,
+    PAGED,
+    MeasuredOperation,
+    engine_step,
+    machine_document,
+)
+from meshwise.costs.problem import ServingProblem
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.engine import bucketed_costs
 from meshwise.hardware.cluster_file import read_cluster
+from meshwise.jobs import ServingLoad
+from meshwise.models import read_dimensions
+from meshwise.sharding.serving import ServingLayout
 
 GIB = 2**30
 
@@ -85,3 +100,54 @@ def test_nothing_hides_where_the_same_cores_compute_and_move_bytes(tmp_path):
         meshwise.estimate_train(
             "D=128 F=512 L=4 N=4 K=4 H=32 V=512", cluster=str(file), calibration="fitted+xla", **asked
         )
+
+
+#: One query of 8 requests reads 1 GB/s beyond 50 us; a prompt is attended to at 2 GFLOP/s; a step takes 1 ms, and 20 us
+#: a layer.
+HEADS = {"heads": 12, "kv_heads": 4, "head_dim": 64}
+PROMPT_MS = 512 * 513 * 1536 / 2e9 * 1e3
+SERVING = [
+    row("gemm", FEW_ROWS, 2.0, m=1, n=1000, k=1000), row("gemm", FEW_ROWS, 4.0, m=8, n=1000, k=1000),
+    *(
+        row("attention decode", PAGED, 0.05 + n * 16384e-6, batch=8, seq_q=1, seq_kv=n, causal="no", **HEADS)
+        for n in CACHED
+    ),
+    row("attention prefill", PAGED, PROMPT_MS, batch=1, seq_q=512, seq_kv=512, causal="yes", **HEADS),
+    *(row("overhead", engine_step(*w), t) for w, t in zip(ENGINE_STEPS, (1.02, 1.18, 1.37), strict=True)),
+]  # fmt: skip
+
+
+def test_how_a_machine_serves_is_read_back():
+    """Rates, starts and the engine's own time, from measurements whose answer is known."""
+    text = machine_document(ROWS + SERVING, title="t", num_devices=4, memory=16 * GIB, layer_operations=10)
+    measured = read_cluster(text, name="machine", where="machine.toml").chip.measured
+    assert dict(measured.few_rows[DType.FP32]) == pytest.approx({1: 1e9, 8: 4e9})
+    assert measured.attention == pytest.approx(2e9, rel=1e-2)
+    assert measured.cache_bandwidth == pytest.approx(1e9, rel=1e-2)
+    assert measured.cache_start == pytest.approx(50e-6, rel=1e-2)
+    assert (measured.host_step, measured.host_request) == pytest.approx((1e-3, 50e-6), rel=1e-2)
+    assert measured.operation == pytest.approx(2e-6, rel=1e-2)
+    with pytest.raises(MeshwiseError, match="expected all measurements of serving"):
+        machine_document(ROWS + SERVING[:-1], title="t", num_devices=4, memory=16 * GIB)
+
+
+def test_steps_are_priced_at_the_rates_of_their_own_rows():
+    """A step of 8 requests takes twice that of one where its products do, and what is cached costs its bytes."""
+    text = machine_document(ROWS + SERVING, title="t", num_devices=4, memory=16 * GIB)
+    cluster = read_cluster(text.replace("num_chips = 4", "num_chips = 1").replace("degree = 4", "degree = 1"),
+                           name="machine", where="machine.toml")  # fmt: skip
+    model = read_dimensions("D=1024 F=4096 L=4 N=12 K=4 H=64 V=4096", name="some")
+    load = ServingLoad(prompt=64, output=64, precision="fp32")
+    calibration = find_serving_calibration("operations", cluster.chip)
+    layout = ServingLayout()
+    problem = ServingProblem(model, load, cluster, calibration)
+    setup = ServingSetup("aggregated", layout, layout, 8)
+    costs = bucketed_costs(problem, setup, [(1, 0, 1), (4, 0, 4), (8, 0, 8), (0, 16, 1)])
+    one, eight = (costs.tokens_seconds(n) for n in (1, 8))
+    weights = sum(model.parameters.by_part[part] for part in ("attention", "mlp", "head"))
+    assert one == pytest.approx(2 * weights / 1e9, rel=0.1)
+    assert eight == pytest.approx(2 * one, rel=0.1)
+    assert costs.tokens_seconds(5) == eight  # filled up to the bucket
+    assert (costs.overhead_s, costs.per_request_s) == (calibration.host_step, calibration.host_request)
+    read = costs.step_seconds([100]) - costs.step_seconds([50])
+    assert read == pytest.approx(50 * 4 * 2 * 4 * 64 * 4 / 1e9, rel=0.01)

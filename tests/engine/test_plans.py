@@ -1,13 +1,22 @@
 """Plans of serving for our own engine: found by `--tool meshwise`, and what it cannot run refused by name."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 import meshwise
 from meshwise.commands.serve import ServeRequest, _asked
+from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.machine import FEW_ROWS, machine_document
 from meshwise.exports.serving import check_served_by
+from meshwise.runtime.steps import Bucket
+from meshwise.scheduling import Scheduling
 from meshwise.search.serving import ServingPlan
+from tests.costs.test_machine import ROWS, SERVING
 
+SMALL = "D=64 F=128 L=2 N=4 K=2 H=16 V=256"
 JOB = {"on": "h100:8", "prompt": "1024", "output": "256"}
 
 
@@ -17,10 +26,10 @@ def test_a_plan_for_our_own_engine_is_one_that_it_takes(tmp_path):
     check_served_by("meshwise", plan)
     file, said = tmp_path / "plan.json", []
     file.write_text(plan.to_json())
-    model, layout, costs, limits = _asked(ServeRequest(model=str(file)), said.append)
-    assert (model.name, layout.tensor) == ("llama-3-70b", plan.setup.decode.tensor)
-    assert costs.kv_blocks > 0
-    assert limits["max_batch"] == plan.setup.batch
+    asked = _asked(ServeRequest(model=str(file)), said.append)
+    assert (asked.model.name, asked.layout.tensor) == ("llama-3-70b", plan.setup.decode.tensor)
+    assert asked.cluster.name == plan.problem.cluster.name
+    assert asked.planned["max_batch"] == plan.setup.batch
     assert bool(said) == (plan.setup.decode.replicas > 1)
 
 
@@ -36,3 +45,34 @@ def test_a_plan_for_our_own_engine_is_one_that_it_takes(tmp_path):
 def test_what_it_cannot_run_is_refused_by_name(layout, more, words):
     with pytest.raises(MeshwiseError, match=words):
         meshwise.estimate_serve("llama-3-70b", **JOB, batch=16, layout=layout, tool="meshwise", **more)
+
+
+def test_steps_are_predicted_in_the_format_that_runs_and_in_its_buckets(tmp_path):
+    """A plan in bf16 that runs in fp32 is priced in fp32: its bytes, and the rate at which it is multiplied."""
+    file = tmp_path / "machine.toml"
+    rows = [*ROWS, *(replace(row, dtype="bf16") for row in SERVING if row.op == FEW_ROWS), *SERVING]
+    text = machine_document(rows, title="a machine", num_devices=1, memory=16 * 2**30)
+    file.write_text(text)
+    found = meshwise.plan_serve(SMALL, cluster=str(file), prompt="64", output="64", precision="bf16", tool="meshwise")
+    plan = tmp_path / "plan.json"
+    plan.write_text(ServingPlan(found.problem, found.plans[0]).to_json())
+    buckets = [Bucket(1, 0, 1), Bucket(8, 0, 8), Bucket(0, 64, 4)]
+    costs = {}
+    for dtype in (DType.BF16, DType.FP32):
+        executor = SimpleNamespace(buckets=buckets)
+        made = SimpleNamespace(dtype=dtype, executor=executor, longest=128, scheduling=Scheduling(max_batch=8))
+        of_plan, of_file = (
+            _asked(ServeRequest(model=model, cluster=given), print).predicted(made)
+            for model, given in ((str(plan), None), (SMALL, str(file)))
+        )
+        assert of_plan.token_seconds == of_file.token_seconds
+        assert of_plan.tokens_seconds(3) == of_plan.tokens_seconds(8)
+        costs[dtype] = of_plan
+    read = costs[DType.FP32].attention[0].seconds_per_cached_token
+    assert read == pytest.approx(2 * 2 * 2 * 16 * 4 / 1e9)  # keys and values of two heads in two layers, at 1 GB/s
+    assert costs[DType.BF16].token_seconds != costs[DType.FP32].token_seconds
+
+
+def test_nothing_predicts_twice(tmp_path):
+    with pytest.raises(MeshwiseError, match="--costs a and --cluster b: give one of them"):
+        _asked(ServeRequest(model=SMALL, costs="a", cluster="b"), print)

@@ -6,6 +6,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError
+from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.steps import ROW, Bucket, StepArrays, paged_model
 from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout
@@ -109,3 +110,29 @@ def test_the_pool_is_not_copied():
 def test_layouts_that_the_engine_cannot_run_are_refused():
     with pytest.raises(LayoutError, match="serve: data=2 is planned, but not yet executed by the engine"):
         paged_model(dense(), Layout(data=2), jax.devices()[:2], pages=8, page_tokens=4)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_layer_by_layer_gives_the_same_logits_and_pages(name, tmp_path):
+    """Weights and pages of each layer apart, as on a CPU; windows of one layer in several, and none."""
+    golden = Golden.of(name)
+    model = paged_model(golden.model, Layout(), jax.devices()[:1], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32)
+    layered, published = LayeredModel.of(model), golden.write(tmp_path)
+    tables = np.random.default_rng(0).permutation(PAGES)[:24].reshape(2, 12).astype(np.int32)
+    flat, positions = np.zeros((2, 3 * ROW), np.int32)
+    pages, held = np.full(3 * ROW, -1, np.int32), np.zeros((3, 12), np.int32)
+    for row in range(2):
+        own = slice(row * ROW, row * ROW + 11)
+        flat[own], positions[own] = golden.tokens[row][:11], np.arange(11)
+        pages[own], held[row] = tables[row][np.arange(11) // PAGE], tables[row]
+    arrays = StepArrays(flat, positions, pages, np.zeros((0, 12), np.int32), held, np.asarray([10, 26], np.int32))
+    expected, pool = model.step(model.load(open_weights(published, golden.model)), model.empty_pool(), arrays)
+    step = layered.compile(Bucket(0, 3 * ROW, 2), 12)
+    found, own = step(layered.load(open_weights(published, golden.model)), layered.empty_pool(), arrays)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    layers = sum(len(a["k"]) for a in pool.values()) // PAGES
+    assert len(own) == layers
+    assert sum(float(np.abs(p["k"]).sum()) for p in own) == pytest.approx(
+        sum(float(np.abs(a["k"]).sum()) for a in pool.values()), rel=1e-4
+    )

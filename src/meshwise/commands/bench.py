@@ -14,6 +14,7 @@ from meshwise.commands.requests import Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.costs.machine import MeasuredOperation, check_new, machine_document, write_new, write_rows
+from meshwise.costs.serving.engine import operations_of_layer
 from meshwise.report.bench import BenchResult, BenchRow, bench_report
 from meshwise.runtime.bench import Bench
 from meshwise.runtime.devices import machine_memory, share_of_machine
@@ -59,11 +60,14 @@ def bench(request: BenchRequest, *, progress: Tell = silent, say: Tell = silent)
 
 def _document(devices: Bench, rows: list[BenchRow]) -> str:
     """Describe this machine as a cluster file."""
+    from meshwise.engine.step_bench import tiny_model  # noqa: PLC0415 -- it loads JAX
+
     number, memory = len(devices.devices), machine_memory()
     if memory is None:
         raise MeshwiseError("machine: the system does not tell how much memory there is; write a cluster file by hand")
     measured = [row.measured for row in rows]
-    return machine_document(measured, title=share_of_machine(number), num_devices=number, memory=memory)
+    operations, title = operations_of_layer(tiny_model(1)), share_of_machine(number)
+    return machine_document(measured, title=title, num_devices=number, memory=memory, layer_operations=operations)
 
 
 class _Files(Request):

@@ -22,7 +22,7 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.local_shapes import local_shapes
-from meshwise.costs.machine import counted_bytes
+from meshwise.costs.machine import CACHED, ENGINE_STEPS, FEW_ROWS, PAGED, counted_bytes, engine_step
 from meshwise.costs.network import make_group_link
 from meshwise.hardware import Cluster, load_chip
 from meshwise.hardware.names import chip_of_device
@@ -35,6 +35,9 @@ Sizes = Sequence[tuple[int, ...]]
 
 #: Formats in which a machine is measured, unless one is asked for: those that the runtime multiplies.
 _FORMATS = ("bf16", "fp32")
+
+#: Rows of products whose weights come from memory.
+_FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 #: Sizes as `--sizes` takes them.
 _EXAMPLES = {"matmul": "4096x4096x4096", "attention": "8x1x4096"}
@@ -282,8 +285,40 @@ class Operations:
         yield Operation(f"silu(x) * y of {elements:,} elements", columns, run, float(size), "bytes/s")
         columns = self._columns("overhead", "empty program", "fp32")
         yield Operation("start of a program", columns, self.devices.nothing)
+        yield from self._serving()
         if len(self.devices.devices) > 1:
             yield from self._collectives("fp32")
+
+    def _serving(self) -> Iterator[Operation]:
+        """What an engine's step is made of besides: products of few rows, a paged cache, the engine itself."""
+        from meshwise.engine.step_bench import time_engine_step  # noqa: PLC0415 -- it loads JAX
+
+        side, device = 1024, self.devices.devices[0]
+        for dtype in (self.request.dtype,) if self.request.dtype else _FORMATS:
+            for rows in _FEW_ROWS:
+                columns = self._columns("gemm", FEW_ROWS, dtype) | {"m": rows, "n": side, "k": side}
+                run = partial(self.devices.few_rows, rows, side, dtype)
+                yield Operation(
+                    f"{rows} x {side} x {side}, weights from memory", columns, run, 2.0 * rows * side**2, "FLOP/s"
+                )
+        heads, kv_heads, dim, rows = 12, 4, 64, 8
+        for keys in CACHED:
+            columns = self._columns("attention decode", PAGED, "fp32") | {"batch": rows, "seq_q": 1, "seq_kv": keys}
+            columns |= {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "causal": "no"}
+            run = partial(self.devices.paged_attention, rows, keys, heads, kv_heads, dim, "fp32", prompt=False)
+            moved = 8.0 * rows * keys * kv_heads * dim
+            yield Operation(f"paged cache, {rows} x 1 query, {keys} keys", columns, run, moved, "bytes/s")
+        keys = 512
+        columns = self._columns("attention prefill", PAGED, "fp32") | {"batch": 1, "seq_q": keys, "seq_kv": keys}
+        columns |= {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "causal": "yes"}
+        run = partial(self.devices.paged_attention, 1, keys, heads, kv_heads, dim, "fp32", prompt=True)
+        flops = 4.0 * heads * dim * keys * (keys + 1) / 2
+        yield Operation(f"paged cache, a prompt of {keys}", columns, run, flops, "FLOP/s")
+        for layers, batch in ENGINE_STEPS:
+            columns = self._columns("overhead", engine_step(layers, batch), "fp32") | {"batch": batch}
+            run = partial(time_engine_step, device, layers, batch, self.request.seconds)
+            text = f"engine's step, {layers} empty layer{'s' * (layers > 1)}, {batch} request{'s' * (batch > 1)}"
+            yield Operation(text, columns, run)
 
     def _attentions(self, dtype: str, sizes: tuple[int, ...] = ()) -> Iterator[Operation]:
         """Attention over (batch, queries, keys); or one of `sizes`, with heads, key/value heads and width besides."""

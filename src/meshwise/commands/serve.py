@@ -10,7 +10,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TextIO
 
@@ -23,13 +26,21 @@ from meshwise.commands.simulate_serve import Seconds, read_engine_costs
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, MissingDependencyError
 from meshwise.core.units import Quantity, format_bytes, parse_bytes
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.engine import EngineCosts
+from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.problem import ServingProblem
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.engine import bucketed_costs
 from meshwise.exports.serving import check_served_by
+from meshwise.hardware import Cluster, load_cluster_file
+from meshwise.jobs import ServingLoad
 from meshwise.models import Model, load_model
 from meshwise.report.engine import ServeResult, serve_report
 from meshwise.runtime.devices import load_jax
 from meshwise.search.serving import ServingPlan, simulator_setup
 from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 
 if TYPE_CHECKING:
     from meshwise.engine.engine import Engine, StepRecord
@@ -97,6 +108,8 @@ class ServeRequest(Request):
     """End by itself after this time."""
     costs: File | None = None
     """Predict steps from these costs (JSON, as for 'simulate serve'); a plan predicts them itself."""
+    cluster: File | None = None
+    """Predict steps for this machine: the TOML file that 'bench machine --save-cluster' wrote here."""
     log: Annotated[Path | None, Flag("FILE")] = None
     """Write every decision of the scheduler to this file, a line of JSON each."""
     compile_cache: Annotated[Path | None, Flag("DIR")] = None
@@ -107,16 +120,57 @@ class ServeRequest(Request):
         return self.api_key or os.environ.get("MESHWISE_API_KEY") or None
 
 
-def _asked(request: ServeRequest, say: Tell) -> tuple[Model, Layout, EngineCosts | None, dict[str, Any]]:
-    """The model, its layout, what its steps are predicted to take, and the limits that a plan sets.
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be served.
+
+    Args:
+        model, layout: see there.
+        planned: limits that a plan sets.
+        costs: of steps, as they were given.
+        cluster, calibration: for which steps are predicted otherwise; None where nothing predicts.
+    """
+
+    model: Model
+    layout: Layout
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    costs: EngineCosts | None = None
+    cluster: Cluster | None = None
+    calibration: Calibration | None = None
+
+    def predicted(self, made: Launched) -> EngineCosts | None:
+        """Costs of the steps that run: in their format, filled up to the engine's buckets."""
+        from meshwise.engine.measured import rounded  # noqa: PLC0415 -- an optional extra
+
+        buckets = made.executor.buckets
+        if self.costs is not None:
+            sizes = [b.tokens for b in buckets]
+            return rounded(self.costs.replace(block_tokens=made.executor.model.page_tokens), sizes)
+        if self.cluster is None or self.calibration is None:
+            return None
+        prompt = max(made.longest // 2, 1)
+        load = ServingLoad(prompt=prompt, output=made.longest - prompt, precision=made.dtype.value)
+        layout = ServingLayout(tensor=self.layout.tensor)
+        setup = ServingSetup("aggregated", layout, layout, made.scheduling.max_batch)
+        problem = ServingProblem(self.model, load, self.cluster, self.calibration)
+        return bucketed_costs(problem, setup, buckets)
+
+
+def _asked(request: ServeRequest, say: Tell) -> _Asked:
+    """The model, its layout, what predicts its steps, and the limits that a plan sets.
 
     Raises:
-        MeshwiseError: a plan of training.
+        MeshwiseError: a plan of training; costs and a cluster together.
         HandoverError: a plan that the engine cannot run.
     """
+    if request.costs is not None and request.cluster is not None:
+        raise MeshwiseError(f"--costs {request.costs} and --cluster {request.cluster}: give one of them")
     costs = None if request.costs is None else read_engine_costs(request.costs)
+    cluster = None if request.cluster is None else load_cluster_file(request.cluster)
+    calibration = None if cluster is None else find_serving_calibration("operations", cluster.chip)
     if kind_of_plan(request.model) is None:
-        return load_model(request.model), Layout(tensor=request.tensor), costs, {}
+        layout = Layout(tensor=request.tensor)
+        return _Asked(load_model(request.model), layout, {}, costs, cluster, calibration)
     plan = read_plan(request.model, ServingPlan)
     check_served_by("meshwise", plan)
     system = simulator_setup(plan.problem, plan.setup)
@@ -124,7 +178,9 @@ def _asked(request: ServeRequest, say: Tell) -> tuple[Model, Layout, EngineCosts
         say(f"the plan has {system.replicas:,} engines; this process is one of them, with its share of the load")
     own = system.scheduling
     limits = {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
-    return plan.problem.model, Layout(tensor=plan.setup.decode.tensor), costs or system.costs, limits
+    problem, layout = plan.problem, Layout(tensor=plan.setup.decode.tensor)
+    cluster, calibration = cluster or problem.cluster, calibration or problem.calibration
+    return _Asked(problem.model, layout, limits, costs, cluster, calibration)
 
 
 @verb(ServeRequest)
@@ -143,42 +199,30 @@ def show_serve(screen: Screen, request: ServeRequest) -> None:
     for library in ("starlette", "uvicorn", "prometheus_client", "jinja2", "tokenizers"):
         if importlib.util.find_spec(library) is None:
             raise MissingDependencyError(f"serve needs the library {library}: pip install 'meshwise[serve]'")
-    model, layout, costs, planned = _asked(request, screen.say)
+    asked = _asked(request, screen.say)
     load_jax()
-    result = _served(request, model, layout, costs, planned, screen.progress, screen.say)
+    result = _served(request, asked, screen.progress, screen.say)
     screen.show(serve_report(result, request.echo()))
 
 
-def _served(  # noqa: PLR0917 -- what `_asked` gives, and whom to tell
-    request: ServeRequest,
-    model: Model,
-    layout: Layout,
-    costs: EngineCosts | None,
-    planned: dict[str, Any],
-    progress: Tell,
-    say: Tell,
-) -> ServeResult:
+def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> ServeResult:
     """Launch, serve until told to end, and sum up."""
     from meshwise.engine.engine import Engine  # noqa: PLC0415 -- as all below, an optional extra
     from meshwise.engine.http.metrics import Metrics  # noqa: PLC0415
     from meshwise.engine.http.server import LOOPBACK, bind, make_server, serve  # noqa: PLC0415
     from meshwise.engine.http.service import Service, Settings  # noqa: PLC0415
     from meshwise.engine.launch import BLOCK_TOKENS  # noqa: PLC0415
-    from meshwise.engine.measured import Measurements, rounded  # noqa: PLC0415
+    from meshwise.engine.measured import Measurements  # noqa: PLC0415
 
+    model = asked.model
     vocabulary = _vocabulary(request, model)
     with ExitStack() as stack:
         taken = stack.enter_context(bind(request.host, request.port))
         log = None if request.log is None else _write_log(stack, request.log)
-        made = _launched(request, model, layout, planned, progress=progress, say=say)
-        sizes = [b.tokens for b in made.executor.buckets]
-        stairs = None if costs is None else rounded(costs.replace(block_tokens=BLOCK_TOKENS), sizes)
-
-        def predict(step: StepRecord) -> float:
-            assert stairs is not None, "asked where there is something that predicts"
-            return stairs.step_seconds(step.contexts, step.chunks)
-
-        metrics = Metrics(None if stairs is None else predict)
+        made = _launched(request, asked, progress=progress, say=say)
+        costs = asked.predicted(made)
+        predict = None if costs is None else partial(_predicted_seconds, costs, made)
+        metrics = Metrics(predict)
         kept = Measurements((metrics,))
         engine = Engine(made.scheduling, made.blocks, made.executor, block_tokens=BLOCK_TOKENS, log=log, watcher=kept)
         name = request.name or model.name
@@ -201,7 +245,14 @@ def _served(  # noqa: PLR0917 -- what `_asked` gives, and whom to tell
         seconds = time.monotonic() - begun
         if timer is not None:
             timer.cancel()
-    return _summed_up(model, made, engine, kept, stairs, predict if stairs else None, seconds)
+    return _summed_up(model, made, engine, kept, costs, predict, seconds)
+
+
+def _predicted_seconds(costs: EngineCosts, made: Launched, step: StepRecord) -> float:
+    """Of a step, whose prompts are filled up to whole rows of queries."""
+    given = len(step.contexts) + sum(new for _, new in step.chunks)
+    filled = len(step.contexts) + sum(made.executor.filled(new) for _, new in step.chunks)
+    return costs.step_seconds(step.contexts, step.chunks) + costs.tokens_seconds(filled) - costs.tokens_seconds(given)
 
 
 def _vocabulary(request: ServeRequest, model: Model) -> Vocabulary:
@@ -214,17 +265,15 @@ def _vocabulary(request: ServeRequest, model: Model) -> Vocabulary:
     return read_vocabulary(weights, tokenizer)
 
 
-def _launched(
-    request: ServeRequest, model: Model, layout: Layout, planned: dict[str, Any], *, progress: Tell, say: Tell
-) -> Launched:
+def _launched(request: ServeRequest, asked: _Asked, *, progress: Tell, say: Tell) -> Launched:
     """The engine's parts, compiled."""
     from meshwise.engine.launch import compile_cache, launch  # noqa: PLC0415 -- an optional extra
 
     compile_cache(request.compile_cache)
     return launch(
-        model,
-        layout,
-        _limits(request, planned),
+        asked.model,
+        asked.layout,
+        _limits(request, asked.planned),
         weights=None if request.weights is None else Path(request.weights),
         seed=request.seed,
         dtype=None if request.dtype is None else DType(request.dtype),
@@ -239,7 +288,7 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _limits(request: ServeRequest, planned: dict[str, Any]) -> Limits:
+def _limits(request: ServeRequest, planned: Mapping[str, Any]) -> Limits:
     """What was asked for, else what the plan says."""
     from meshwise.engine.launch import Limits  # noqa: PLC0415 -- an optional extra
 

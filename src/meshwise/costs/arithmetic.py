@@ -57,6 +57,16 @@ def log2(value: Any) -> Any:
     return np.log2(value) if isinstance(value, _Array) else math.log2(value)
 
 
+def interpolated(value: Num, points: Sequence[tuple[float, float]]) -> Num:
+    """Between known points along straight lines, level before the first and beyond the last.
+
+    >>> interpolated(1.5, [(1.0, 10.0), (2.0, 20.0)]), interpolated(9.0, [(1.0, 10.0), (2.0, 20.0)])
+    (15.0, 20.0)
+    """
+    found = np.interp(value, [x for x, _ in points], [y for _, y in points])
+    return found if isinstance(value, _Array) else float(found)
+
+
 def is_one(value: Any) -> bool:
     """Whether it is 1 for all candidates alike."""
     return isinstance(value, float) and value == 1

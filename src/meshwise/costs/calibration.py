@@ -155,6 +155,8 @@ class Calibration:
         cache_start: seconds that attention over a cache takes besides: its parts are computed apart, then put together.
         host_step, host_request: seconds that the host adds to a step of serving, and to it for each of its requests:
             scheduling, launching, sampling, streaming tokens out.
+        few_rows: format -> (rows, share of its dense FLOP/s) of products of so few rows; between, by the logarithm of
+            rows. Weights that are read by the way are counted in it.
     """
 
     name: str
@@ -201,6 +203,7 @@ class Calibration:
     cache_start: float = 0.0
     host_step: float = 0.0
     host_request: float = 0.0
+    few_rows: tuple[tuple[DType, tuple[tuple[int, float], ...]], ...] = ()
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.

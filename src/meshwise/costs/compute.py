@@ -6,6 +6,7 @@ The structure is worked out once per placement; sizes, floats or arrays, come af
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
-from meshwise.costs.arithmetic import Num, ceil, maximum
+from meshwise.costs.arithmetic import Num, ceil, interpolated, log2, maximum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.local_ops import LoweredOp
@@ -88,6 +89,7 @@ class ComputeRates:
         weight_byte: format of weights -> of HBM for matmuls that read them, where it is another.
         expert_byte: of HBM for matmuls of experts, over that of other matmuls.
         cache_byte: of HBM for attention.
+        few_rows, other_few_rows: (rows, share of the rate) of products of few rows in `compute` and `other_compute`.
         attention_backward: of attention's backward pass.
         calibration: what operations wait for besides.
         added: bytes that adding an element of a gradient moves, where that is an operation of its own; else 0.
@@ -107,6 +109,8 @@ class ComputeRates:
     weight_byte: Mapping[DType, float]
     expert_byte: float
     cache_byte: float
+    few_rows: tuple[tuple[int, float], ...] = ()
+    other_few_rows: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
@@ -119,6 +123,7 @@ class ComputeRates:
         narrow, other = 1 / chip.peak(precision.compute), 1 / chip.peak(precision.other_compute)
         attention = other / calibration.attention(precision.other_compute)
         byte = 1 / chip.hbm_bandwidth
+        few_rows = dict(calibration.few_rows)
         return cls(
             tile=chip.matmul_tile,
             matmul=narrow / calibration.matmul(precision.compute),
@@ -135,6 +140,8 @@ class ComputeRates:
             weight_byte={dtype: byte / share for dtype, share in calibration.weight_reads},
             expert_byte=1 / calibration.expert_reads,
             cache_byte=byte / (calibration.cache_reads or calibration.hbm_efficiency),
+            few_rows=few_rows.get(precision.compute, ()),
+            other_few_rows=few_rows.get(precision.other_compute, ()),
         )
 
 
@@ -298,11 +305,18 @@ def _matmul_rate(
 ) -> Num:
     """Seconds of a matmul's FLOP: at the rate of large ones, tiles padded, filling and last waves included."""
     seconds = (rates.matmul if op.narrow else rates.other_matmul) * _tile_waste(tiles, extents, rates.tile)
+    if curve := rates.few_rows if op.narrow else rates.other_few_rows:
+        seconds = seconds * _few_rows(curve, extents.volume(tiles[0]))
     if rates.calibration.half_depth or rates.calibration.half_output:
         seconds = seconds * filling(tiles, flops, extents, rates)
     if op.grouped and rates.calibration.grouped_efficiency != 1:
         seconds = seconds / rates.calibration.grouped_efficiency
     return seconds
+
+
+def _few_rows(curve: tuple[tuple[int, float], ...], rows: Num) -> Num:
+    """How many times as long a FLOP takes in a product of so many rows as in a large one."""
+    return 1 / interpolated(log2(maximum(rows, 1.0)), [(math.log2(n), share) for n, share in curve])
 
 
 def _attention_rate(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents, rates: ComputeRates) -> Num:

@@ -140,7 +140,33 @@ def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
         compiled=name == "jax",
         source=f"{family.source}; {software.meaning}: fitted to {software.rows} published numbers",
     )
+    if chip.measured is not None:
+        return as_measured(found, chip)
     return found if family.name in ("tpu", "cpu") else _on_gpus(found, family.name, software)
+
+
+def as_measured(base: Calibration, chip: Chip) -> Calibration:
+    """The base with what was measured of how the chip itself serves; the base where nothing was."""
+    measured = chip.measured
+    if measured is None:
+        return base
+    few_rows = {
+        dtype: tuple((rows, min(rate / chip.flops_per_s[dtype], 1.0)) for rows, rate in points)
+        for dtype, points in measured.few_rows.items()
+        if dtype in chip.flops_per_s
+    }
+    peak = chip.flops_per_s.get(DType.FP32, max(chip.flops_per_s.values()))  # attention was measured in fp32
+    return replace(
+        base,
+        attention_efficiency=min(measured.attention / peak, base.matmul_efficiency),
+        cache_reads=min(measured.cache_bandwidth / chip.hbm_bandwidth, 1.0),
+        cache_start=measured.cache_start,
+        host_step=measured.host_step,
+        host_request=measured.host_request,
+        gap=measured.operation,
+        few_rows=tuple(few_rows.items()),
+        source=f"{base.source}; few rows, attention to a paged cache and the engine's own time: measured here",
+    )
 
 
 def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibration:
@@ -196,4 +222,5 @@ def find_serving_calibration(name: str, chip: Chip) -> Calibration:
     if name not in ("operations", *CALIBRATIONS):
         known = ["operations", *CALIBRATIONS, "fitted", *(f"fitted+{e}" for e in ENGINES)]
         raise UnknownNameError("calibration", name, known)
-    return find_calibration(name, chip)
+    found = find_calibration(name, chip)
+    return as_measured(found, chip) if name == "operations" else found

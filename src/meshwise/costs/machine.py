@@ -26,6 +26,15 @@ from meshwise.sharding import CollectiveKind
 #: Sides of a product from which on its rate is that of large ones.
 _LARGE = 256
 
+#: Operations of serving, as rows call them: products of few rows with weights from memory, attention to a paged cache.
+FEW_ROWS, PAGED = "GEMM (m,k)x(k,n), weights from memory", "paged attention"
+
+#: Keys of a step that decodes, from whose difference its rate is taken.
+CACHED = (128, 1024)
+
+#: Layers and requests of the engine's empty steps.
+ENGINE_STEPS = ((1, 1), (9, 1), (1, 8))
+
 #: Latency and bandwidth that stand for those of nothing: there is one device.
 _AT_ONCE, _ALONE = 1e-9, 1e12
 
@@ -39,7 +48,9 @@ def counted_bytes(kind: CollectiveKind, row_bytes: float, group: int) -> float:
     return row_bytes * group if kind is CollectiveKind.ALL_TO_ALL else row_bytes
 
 
-def machine_document(rows: Sequence[MeasuredOperation], *, title: str, num_devices: int, memory: float) -> str:
+def machine_document(
+    rows: Sequence[MeasuredOperation], *, title: str, num_devices: int, memory: float, layer_operations: int = 1
+) -> str:
     """Describe a machine's fake devices as a cluster file.
 
     Args:
@@ -47,6 +58,7 @@ def machine_document(rows: Sequence[MeasuredOperation], *, title: str, num_devic
         title: of one device: what share of which machine.
         num_devices: that share it.
         memory: bytes of the machine.
+        layer_operations: that a layer of the engine's empty steps is priced as.
 
     Returns: TOML.
 
@@ -86,7 +98,58 @@ hop_latency = "{format_time(latency)}"
 host_link_bandwidth = "{hbm}"
 chips_per_host = {num_devices}
 power_watts = 1 # nobody measured it: energy means nothing here
+{_serving(rows, layer_operations)}'''
+
+
+def engine_step(layers: int, batch: int) -> str:
+    """What rows call an engine's empty step."""
+    return f"engine step of {layers} layers, {batch} requests"
+
+
+def _serving(rows: Sequence[MeasuredOperation], operations: int) -> str:
+    """What was measured of serving, as a table of the file; empty where nothing was."""
+    chained = [r for r in rows if r.op == FEW_ROWS]
+    if not chained:
+        return ""
+    few = {
+        dtype: [
+            f'[{r.m}, "{format_flops_per_s(2.0 * (r.m or 0) * (r.n or 0) * (r.k or 0) / r.seconds)}"]'
+            for r in chained
+            if r.dtype == dtype
+        ]
+        for dtype in sorted({r.dtype for r in chained})
+    }
+    points = ", ".join(f"{dtype} = [{', '.join(own)}]" for dtype, own in few.items())
+    near, far = (_one([r for r in rows if r.op == PAGED and r.seq_q == 1 and r.seq_kv == n]) for n in CACHED)
+    own, size = _kv_bytes(near), _kv_bytes(far)
+    slope = max((far.seconds - near.seconds) / (size - own), far.seconds / size / 10)
+    prompt = _one([r for r in rows if r.op == PAGED and r.causal == "yes"])
+    keys = prompt.seq_kv or 0
+    flops = 4.0 * (prompt.heads or 0) * (prompt.head_dim or 0) * keys * (keys + 1) / 2
+    (few_layers, _), (layers, _), (_, batch) = ENGINE_STEPS
+    one, deep, wide = (_one([r for r in rows if r.op == engine_step(*w)]).seconds for w in ENGINE_STEPS)
+    start = max(near.seconds - own * slope, 0.0)
+    layer = max(deep - one, 0.0) / (layers - few_layers)
+    return f'''[chip.measured] # how it serves with this runtime
+few_rows = {{ {points} }}
+attention = "{format_flops_per_s(flops / prompt.seconds)}"
+cache_bandwidth = "{format_bandwidth(1 / slope)}"
+cache_start = "{format_time(start)}"
+host_step = "{format_time(max(one - layer, 0.0))}"
+host_request = "{format_time(max(wide - one, 0.0) / (batch - 1))}"
+operation = "{format_time(layer / operations)}"
 '''
+
+
+def _one(rows: Sequence[MeasuredOperation]) -> MeasuredOperation:
+    if not rows:
+        raise MeshwiseError("expected all measurements of serving, found some; run meshwise bench machine again")
+    return rows[0]
+
+
+def _kv_bytes(row: MeasuredOperation) -> float:
+    """Bytes of fp32 keys and values that a row reads."""
+    return 8.0 * (row.batch or 0) * (row.seq_kv or 0) * (row.kv_heads or 0) * (row.head_dim or 0)
 
 
 def _of(rows: Iterable[MeasuredOperation], category: str) -> list[MeasuredOperation]:

@@ -57,6 +57,7 @@ class JaxExecutor:
         scheduling: of the engine, whose steps are compiled for.
         longest: tokens of the longest request.
         progress: told a line now and then.
+        buckets: sizes of steps; None: `plan_buckets`.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class JaxExecutor:
         scheduling: Scheduling,
         longest: int,
         progress: Callable[[str], None] = lambda _: None,
+        *,
+        buckets: Sequence[Bucket] | None = None,
     ) -> None:
         self.model, self.weights, self.longest = model, weights, longest
         self.sequence_pages = -(-longest // model.page_tokens)
-        self.buckets = plan_buckets(scheduling, longest)
+        self.buckets = list(buckets or plan_buckets(scheduling, longest))
         self._steps: dict[Bucket, Any] = {}
         self._greedy: dict[int, Any] = {}
         self._sample: dict[tuple[int, int], Any] = {}
@@ -89,6 +92,11 @@ class JaxExecutor:
             produced = jax.ShapeDtypeStruct((rows, length), np.bool_)
             lowered = compiled.lower(length, logits, SamplingArrays.abstract(rows), seen, produced)
             self._sample[rows, length] = lowered.compile()
+
+    @staticmethod
+    def filled(tokens: int) -> int:
+        """Tokens to which a piece of a prompt is filled up."""
+        return -(-tokens // ROW) * ROW
 
     def bucket(self, work: Work) -> Bucket:
         """The smallest bucket that holds a step."""

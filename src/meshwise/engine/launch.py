@@ -19,6 +19,7 @@ from meshwise.core.units import format_bytes
 from meshwise.engine.executor import JaxExecutor
 from meshwise.models import Model
 from meshwise.runtime.devices import find_devices, software_of
+from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.loop import in_words
 from meshwise.runtime.saved import find_weights
 from meshwise.runtime.steps import PagedModel, paged_model
@@ -125,6 +126,8 @@ def launch(
         probe = paged_model(model, layout, devices, pages=1, page_tokens=BLOCK_TOKENS, dtype=chosen)
         blocks = _blocks(probe, scheduling, longest, limits.cache_bytes, devices)
         made = paged_model(model, layout, devices, pages=blocks, page_tokens=BLOCK_TOKENS, dtype=chosen)
+        if on_cpu and len(devices) == 1:
+            made = LayeredModel.of(made)
         progress("reading weights")
         values = made.initial_weights(seed) if published is None else made.load(published)
         executor = JaxExecutor(made, values, scheduling, longest, progress)

@@ -38,6 +38,28 @@ class Source:
     url: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a chip and no data sheet says: how it serves with this runtime (`bench machine`).
+
+    Args:
+        few_rows: format -> (rows, FLOP/s) of products of so many rows with weights that no cache holds; rows rise.
+        attention: FLOP/s of attention of a prompt to a paged cache, causal pairs counted.
+        cache_bandwidth: bytes/s at which steps that decode read a paged cache.
+        cache_start: seconds that such a reading takes besides, in each layer.
+        host_step, host_request: seconds that the engine adds to a step, and to it for each request that decodes.
+        operation: seconds that an operation of a step takes to begin.
+    """
+
+    few_rows: Mapping[DType, tuple[tuple[int, float], ...]]
+    attention: float
+    cache_bandwidth: float
+    cache_start: float
+    host_step: float
+    host_request: float
+    operation: float
+
+
 @dataclass(frozen=True)
 class Chip:
     """A *chip* is the package that is bought, placed and priced; a core is inside it; a device is what JAX sees.
@@ -49,7 +71,8 @@ class Chip:
     `host_memory` its share of the host's memory, None where no machine is known that decides it.
     `onchip_*` is VMEM or the last-level cache, None where nobody publishes it. `matmul_tile` is the (m, k, n)
     granularity of the matrix unit. `scale_up` are the levels that come with the board, innermost first (empty on
-    TPUs); `network` names the default entry of the network catalog. `sources` has a key per field, "*" for the rest.
+    TPUs); `network` names the default entry of the network catalog. `measured` is of chips that were described by
+    measuring them. `sources` has a key per field, "*" for the rest.
     """
 
     name: str
@@ -78,6 +101,7 @@ class Chip:
     notes: tuple[str, ...] = field(default=())
     hbm_reported: float | None = None
     host_memory: float | None = None
+    measured: Measured | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that no chip can have."""

@@ -15,7 +15,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.core.files import parse_toml
 from meshwise.core.units import parse_bandwidth, parse_bytes, parse_duration, parse_flops_per_s
-from meshwise.hardware.chip import Chip, Source
+from meshwise.hardware.chip import Chip, Measured, Source
 from meshwise.hardware.network import Level
 from meshwise.hardware.slices import SliceRules
 from meshwise.hardware.trees import Fabric, FabricLevel
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from types import MappingProxyType
 
 
@@ -97,6 +98,29 @@ class PriceRow(Row):
     source: SourceRef
 
 
+class MeasuredRow(Row):
+    """What was measured of a chip. See `Measured`."""
+
+    few_rows: dict[DType, tuple[tuple[Count, Rate], ...]]
+    attention: Rate
+    cache_bandwidth: Bandwidth
+    cache_start: Seconds
+    host_step: Seconds
+    host_request: Seconds
+    operation: Seconds
+
+    @model_validator(mode="after")
+    def _rows_rise(self) -> MeasuredRow:
+        for dtype, points in self.few_rows.items():
+            if not points or any(b[0] <= a[0] for a, b in pairwise(points)):
+                raise ValueError(f"few_rows.{dtype.value}: expected pairs of rows, which rise, and FLOP/s")
+        return self
+
+    def build(self) -> Measured:
+        """Make the value."""
+        return Measured(**dict(self))
+
+
 class ChipRow(Row):
     """One chip. See `Chip` for what the fields mean."""
 
@@ -122,6 +146,7 @@ class ChipRow(Row):
     power_watts: Annotated[float, Field(gt=0, lt=1e5)]
     scale_up: tuple[LevelRow, ...] = ()
     network: str = ""
+    measured: MeasuredRow | None = None
     price: PriceRow | None = None
     sources: dict[str, SourceRef]
     notes: tuple[str, ...] = ()
@@ -140,6 +165,7 @@ class ChipRow(Row):
         own = {key: value for key, value in self if key not in ("aliases", "power_watts", "price")}
         own |= {"name": name, "power": self.power_watts, "flops_per_s": dict(self.flops_per_s)}
         own |= {"scale_up": tuple(level.build() for level in self.scale_up)}
+        own |= {"measured": self.measured and self.measured.build()}
         named = {field.removesuffix("_watts"): find_source(ref, known) for field, ref in self.sources.items()}
         own |= {"sources": named}
         return Chip(

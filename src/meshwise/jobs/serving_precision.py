@@ -107,11 +107,14 @@ def _preset(name: str, weights: DType, kv: DType, compute: DType, meaning: str) 
     return ServingPrecision(name, weights, DType.BF16, kv, compute, DType.BF16, meaning)
 
 
+_F32 = DType.FP32
+
 #: Presets by name.
 SERVING_PRECISIONS = {
     p.name: p
     for p in (
         _preset("bf16", DType.BF16, DType.BF16, DType.BF16, "weights, activations and cache in bf16"),
+        ServingPrecision("fp32", _F32, _F32, _F32, _F32, _F32, "weights, activations and cache in fp32"),
         _preset("fp8", DType.FP8, DType.BF16, DType.FP8, "fp8 weights and operands (W8A8), bf16 cache"),
         _preset("fp8-kv8", DType.FP8, DType.FP8, DType.FP8, "fp8 weights, operands and cache"),
         _preset("int8", DType.INT8, DType.BF16, DType.INT8, "int8 weights and operands (W8A8), bf16 cache"),

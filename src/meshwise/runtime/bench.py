@@ -23,6 +23,9 @@ _CALLS = 5
 _QUEUED = 10
 
 
+#: Products in a row whose weights together are more than caches hold.
+_CHAIN = 16
+
 #: Collectives of at most `_SMALL` bytes run `_CHAINED` times in one program on a CPU, as in a step: starting a program
 #: takes longer than they do.
 _SMALL, _CHAINED = 1 << 16, 8
@@ -108,6 +111,40 @@ class Bench:
         k, v = (self._drawn((batch, keys, kv_heads, head_dim), dtype) for _ in range(2))
         causal = queries == keys
         return self._time(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), q, k, v)
+
+    def few_rows(self, rows: int, side: int, dtype: str) -> Sample:
+        """Multiply few rows by weights that no cache holds: a chain of products (rows, side) x (side, side), each."""
+        length = max(_CHAIN // self.busy_devices, 2)
+        x, *weights = (self._drawn((n, side), dtype) for n in (rows, *[side] * length))
+
+        def chain(x: Any, *weights: Any) -> Any:
+            for w in weights:
+                x = x @ w
+            return x
+
+        found = self._time(chain, x, *weights, queued=1)
+        return Sample(found.seconds / length, found.low / length, found.high / length, found.calls * length)
+
+    def paged_attention(  # noqa: PLR0917 -- the sizes of one operation
+        self, rows: int, keys: int, heads: int, kv_heads: int, head_dim: int, dtype: str, *, prompt: bool
+    ) -> Sample:
+        """Attend to a paged cache as a step does: a prompt of `keys` tokens, or one query of each of `rows`."""
+        import jax.numpy as jnp  # noqa: PLC0415
+
+        from meshwise.runtime.kernels.masks import Masks  # noqa: PLC0415
+        from meshwise.runtime.paged import attend_rows  # noqa: PLC0415
+        from meshwise.runtime.steps import ROW  # noqa: PLC0415
+
+        page = 16
+        each, masks = keys // page, Masks(True, None, None, head_dim**-0.5)
+        rows, queries = (keys // ROW, ROW) if prompt else (rows, 1)
+        tables = jnp.tile(jnp.arange(each), (rows, 1)) + (0 if prompt else jnp.arange(rows)[:, None] * each)
+        positions = jnp.arange(keys).reshape(rows, queries) if prompt else jnp.full((rows, 1), keys - 1)
+        q = self._drawn((rows, queries, heads, head_dim), dtype)
+        pages = each * (1 if prompt else rows)
+        k, v = (self._drawn((pages, page, kv_heads, head_dim), dtype) for _ in range(2))
+        there = (positions, jnp.ones(positions.shape, bool))
+        return self._time(lambda q, k, v: attend_rows(q, (k, v), tables, masks, there)[0], q, k, v)
 
     def copy(self, num_bytes: int) -> Sample:
         """Read half of `num_bytes`, and write the other half, on one device."""

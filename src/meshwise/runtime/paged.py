@@ -96,7 +96,7 @@ def attend_paged(
             shape = (table.shape[0], rows.queries)
             grouped = q[0, own].reshape(*shape, *q.shape[2:])
             there = (positions[own].reshape(shape), pages[own].reshape(shape) >= 0)
-            parts.append(_attend_rows(grouped, (keys, values), table + first, masks, there))
+            parts.append(attend_rows(grouped, (keys, values), table + first, masks, there))
             at += rows.tokens
         flat = [tuple(x.reshape(1, -1, *x.shape[2:]) for x in part) for part in parts]
         out, total = (jnp.concatenate(x, axis=1) for x in zip(*flat, strict=True))
@@ -121,7 +121,7 @@ def _write(pool: jax.Array, new: jax.Array, positions: jax.Array, pages: jax.Arr
     return pool.at[page, positions % pool.shape[1]].set(new.astype(pool.dtype), mode="drop")
 
 
-def _attend_rows(
+def attend_rows(
     q: jax.Array,
     pools: tuple[jax.Array, jax.Array],
     tables: jax.Array,

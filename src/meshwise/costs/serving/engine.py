@@ -12,12 +12,15 @@ from itertools import chain
 from meshwise.costs.compute import op_compute
 from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.lower import lowered_serving
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import cache_transfer_rate, layout_wires, with_wires
 from meshwise.costs.serving.memory import cache_bytes, cache_capacity, mesh_sizes, sizes_of_steps
 from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
 from meshwise.costs.serving.step import price_step
+from meshwise.jobs import parse_serving_precision
+from meshwise.models import Model
 from meshwise.sharding.serving import ServingLayout
 
 #: Tokens of a step at which everything but attention is priced: powers of two, between which it is a line.
@@ -61,6 +64,54 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
     )
 
 
+def bucketed_costs(
+    problem: ServingProblem, setup: ServingSetup, buckets: Iterable[tuple[int, int, int]]
+) -> EngineCosts:
+    """The costs of an engine that fills its steps up to buckets: each is priced as it runs, and steps go by stairs.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        setup: layouts and batch, aggregated.
+        buckets: of each the requests that decode, tokens of prompts, and positions whose next token is asked for.
+    """
+    fabric = problem.network
+    setup = with_wires(problem, fabric, setup)
+    costs = engine_costs(problem, setup, "decode", fabric)
+    priced: dict[int, float] = {}
+    for decoding, prefill, logits in buckets:
+        step: Step = "prefill" if prefill else "decode"
+        tokens = decoding + prefill
+        # Of two buckets of as many tokens, that of decoding has its head on all of them and counts.
+        priced[tokens] = max(_varying(problem, fabric, setup, step, tokens, logits), priced.get(tokens, 0.0))
+    points: list[tuple[int, float]] = []
+    begin, most = 1, 0.0
+    for tokens in sorted(priced):
+        most = max(most, priced[tokens])
+        points += [(n, most) for n in dict.fromkeys((begin, tokens))]
+        begin = tokens + 1
+    return costs.replace(token_seconds=tuple(points))
+
+
+def _varying(  # noqa: PLR0917 -- as `engine_costs`, and of what step
+    problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step, tokens: int, prompts: float
+) -> float:
+    """Seconds of all but the host and what attention reads, of a step of so many tokens."""
+    layout: ServingLayout = getattr(setup, step)
+    wires, mesh = layout_wires(problem, fabric, layout), mesh_sizes(layout)
+    each = tokens / prompts
+    costs = price_step(problem, step, layout.structure, StepSizes(float(prompts), each, each, mesh), wires)
+    varying = costs.expected - costs.terms["attention"] - costs.terms["host"]
+    return float(varying) + _started(problem, layout, step)
+
+
+def operations_of_layer(model: Model) -> int:
+    """Operations of which a layer of a decode step is priced as made."""
+    choices = ServingLayout().structure
+    lowered = lowered_serving(model, "decode", parse_serving_precision("fp32"), wide=choices.wide)
+    layer = next(block for block in lowered.serving("decode", choices) if block.role == "layer")
+    return sum(len(ops) for ops in layer.passes.values())
+
+
 def _token_seconds(
     problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step
 ) -> Iterable[tuple[int, float]]:
@@ -73,13 +124,8 @@ def _token_seconds(
     for tokens in _TOKENS:
         prefills = setup.mode == "aggregated" and tokens > generated
         kind: Step = "prefill" if prefills else step
-        layout: ServingLayout = getattr(setup, kind)
-        wires, mesh = layout_wires(problem, fabric, layout), mesh_sizes(layout)
         prompts = float(max(round(tokens / problem.load.computed), 1)) if kind == "prefill" else float(tokens)
-        each = tokens / prompts
-        costs = price_step(problem, kind, layout.structure, StepSizes(prompts, each, each, mesh), wires)
-        varying = costs.expected - costs.terms["attention"] - costs.terms["host"]
-        most = max(most, float(varying) + _started(problem, layout, kind))
+        most = max(most, _varying(problem, fabric, setup, kind, tokens, prompts))
         yield tokens, most
 
 

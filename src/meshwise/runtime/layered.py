@@ -1,0 +1,131 @@
+"""Steps of an engine as a program a layer, for a CPU: each layer's weights and pages are arrays of their own.
+
+A loop over stacked layers copies a layer's weights out of the stack each time there, since XLA's products on a CPU read
+whole buffers: twice the bytes of a step that decodes. A program a layer costs some dozen microseconds instead. Not
+here: the step itself (`steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwise.runtime.layers import Stack
+from meshwise.runtime.paged import PagedStep, Rows
+from meshwise.runtime.params import Run, Tree
+from meshwise.runtime.steps import ROW, Bucket, PagedModel, StepArrays
+from meshwise.runtime.weights import LoadableWeights
+
+#: Weights, or caches, of each layer in order.
+PerLayer = list[dict[str, jax.Array]]
+
+
+@dataclass(frozen=True)
+class LayeredModel(PagedModel):
+    """As `PagedModel`, on one device. Weights are `{"ends": by block and name, "layers": PerLayer}`."""
+
+    @classmethod
+    def of(cls, model: PagedModel) -> LayeredModel:
+        """The same model, run layer by layer."""
+        assert model.stack.placement.mesh.size == 1, "for one device"
+        return cls(**{f.name: getattr(model, f.name) for f in fields(model)})
+
+    @cached_property
+    def _order(self) -> list[tuple[Run, int]]:
+        """Of each layer its run, and its number among those of the run."""
+        return list(_layers(self.stack))
+
+    def load(self, published: LoadableWeights) -> Any:
+        """Read weights from published files."""
+        return self._apart(super().load(published))
+
+    def initial_weights(self, seed: int) -> Any:
+        """Draw weights, as `PagedModel` does."""
+        return self._apart(super().initial_weights(seed))
+
+    def _apart(self, weights: Tree) -> dict[str, Any]:
+        """Weights of each layer by themselves; stacks are let go one by one."""
+        layers: PerLayer = [{} for _ in self._order]
+        for key in {run.key for run, _ in self._order}:
+            own = weights.pop(key)
+            for name in list(own):
+                stack = self.parameters[key][name].stack
+                held = np.asarray(own.pop(name))
+                held = held.reshape(-1, *held.shape[len(stack) :])
+                for place, (run, number) in enumerate(self._order):
+                    if run.key == key:
+                        layers[place][name] = jnp.array(held[number])
+        return {"ends": weights, "layers": layers}
+
+    def empty_pool(self) -> Any:
+        """Pages of zeros, of each layer."""
+        abstract = [self._abstract_pages(run) for run, _ in self._order]
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
+
+    def _abstract_pages(self, run: Run) -> Mapping[str, jax.ShapeDtypeStruct]:
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((self.pages, *a.shape[1:]), a.dtype, sharding=a.sharding),
+            self.abstract_pool[run.key],
+        )
+
+    def compile(self, bucket: Bucket, sequence_pages: int) -> Any:
+        """A step compiled for a bucket, as `PagedModel.compile` gives it."""
+        arrays = StepArrays.abstract(bucket, sequence_pages)
+        blocks = {run.block: run for run, _ in self._order}
+        ends = {key: own for key, own in self.abstract_weights.items() if key not in {r.key for r, _ in self._order}}
+        x = jax.eval_shape(self._embed, ends, arrays)
+        embed = jax.jit(self._embed).lower(ends, arrays).compile()
+        layers = {}
+        for block, run in blocks.items():
+            own = {n: self._of_one(run, n) for n in self.parameters[run.key]}
+            one = jax.jit(self._one(block), donate_argnums=(0, 2))
+            layers[block] = one.lower(x, own, self._abstract_pages(run), arrays).compile()
+        head = jax.jit(self._head).lower(ends, x, arrays).compile()
+        order = [layers[run.block] for run, _ in self._order]
+
+        def step(weights: Any, pool: PerLayer, arrays: StepArrays) -> tuple[jax.Array, PerLayer]:
+            arrays = jax.device_put(arrays)
+            x = embed(weights["ends"], arrays)
+            for place, layer in enumerate(order):
+                x, pool[place] = layer(x, weights["layers"][place], pool[place], arrays)
+            return head(weights["ends"], x, arrays), pool
+
+        return step
+
+    def _of_one(self, run: Run, name: str) -> jax.ShapeDtypeStruct:
+        parameter = self.parameters[run.key][name]
+        return jax.ShapeDtypeStruct(parameter.shape[len(parameter.stack) :], self.dtype)
+
+    def _embed(self, ends: Tree, arrays: StepArrays) -> jax.Array:
+        return self.stack.embed(ends, arrays.tokens[None], arrays.positions)
+
+    def _one(self, block: str) -> Any:
+        def layer(
+            x: jax.Array, weights: Mapping[str, jax.Array], pages: Mapping[str, jax.Array], arrays: StepArrays
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            rows = (Rows(1, arrays.decode_tables), Rows(ROW, arrays.prefill_tables))
+            paged = PagedStep(arrays.positions, arrays.pages, tuple(r for r in rows if r.tokens), self.pages)
+            here = replace(self.stack, around=replace(self.stack.around, paged=paged, layer=0))
+            inputs = {"x": x, "cache.k": pages["k"], "cache.v": pages["v"]}
+            made = here.run(here.block(block), inputs, weights, arrays.positions)
+            return made["x_out"], {"k": made["cache.k"], "v": made["cache.v"]}
+
+        return layer
+
+    def _head(self, ends: Tree, x: jax.Array, arrays: StepArrays) -> jax.Array:
+        wanted = jnp.take(x, arrays.last, axis=1)
+        return self.stack.logits(ends, wanted, arrays.positions[arrays.last])[0].astype(jnp.float32)
+
+
+def _layers(stack: Stack) -> Iterator[tuple[Run, int]]:
+    for segment in stack.segments:
+        for time in range(segment.times):
+            for run in segment.runs:
+                for place in range(run.count):
+                    yield run, time * run.count + place
