@@ -7,6 +7,7 @@ import pytest
 import meshwise
 from meshwise.jobs import drawn_requests
 from meshwise.search.serving import simulator_setup
+from meshwise.search.serving.simplest import complexity
 from meshwise.simulation.serving import LatencyTarget, LatencyTargets, Targets, keeps_targets, simulate_serving
 
 LOAD = {"on": "h100:8", "prompt": 512, "output": 64, "precision": "fp8", "tool": "none"}
@@ -48,6 +49,30 @@ def test_the_objective_holds_beside_percentiles():
     fast = meshwise.plan_serve("llama-3-8b", **LOAD, objective="tpot", max_ttft="300ms")
     tpot = [p.estimate.tpot.expected for p in fast.simulated]
     assert tpot == sorted(tpot)
+
+
+#: Loads of which the best plan under targets is not the simplest -> what it gains.
+SIMPLE = {
+    "few chips": ("v5e:2x4", {"prompt": 1024, "output": 256, "rate": 3}, 0.02, "0.63 % less TPOT"),
+    "most requests": ("h100:2", {"prompt": 1024, "output": 64, "max_tpot": "12ms"}, 0.1, "% more tokens/s"),
+    "least TPOT": ("v5e:2x4", {"prompt": 1024, "output": 64, "max_tpot": "40ms", "objective": "tpot"}, 0.3, "TPOT"),
+}
+
+
+@pytest.mark.parametrize(("on", "asked", "within", "gain"), SIMPLE.values(), ids=SIMPLE)
+def test_the_simplest_that_keeps_the_targets_as_well_is_first(on, asked, within, gain):
+    best = meshwise.plan_serve("llama-3-8b", on=on, within=0, max_batch=16, **asked)
+    found = meshwise.plan_serve("llama-3-8b", on=on, within=within, top=20, max_batch=16, **asked)
+    simple, fastest = found.simulated[0], found.simulated[1]
+    assert complexity(simple.estimate.setup) < complexity(best.plans[0].setup)
+    assert fastest.estimate.setup == best.plans[0].setup, "and the best follows, with what it gains"
+    assert gain in found.neighbours[0].reason
+    assert best.gain is None
+    assert simple.rate >= (1 - within) * fastest.rate
+    simpler = [p for p in found.simulated if complexity(p.estimate.setup) < complexity(simple.estimate.setup)]
+    for p in simpler:
+        load = drawn_requests(found.problem.load, (1 - within) * fastest.rate, 4000)
+        assert not keeps_targets(simulator_setup(found.problem, p.estimate.setup), load, found.targets)
 
 
 @pytest.mark.parametrize("targets", [Targets(0.02, 0.01, 0.95), LatencyTargets(LatencyTarget(0.03, 0.9))])

@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ from meshwise.search.serving.constraints import (
 from meshwise.search.serving.gap import gap
 from meshwise.search.serving.neighbours import Neighbour, neighbours
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
-from meshwise.search.serving.simplest import find_simplest, gain_words, simple_first
+from meshwise.search.serving.simplest import find_simplest, gain_of, simplest_first
 from meshwise.search.serving.tables import Tables
 from meshwise.search.tools import ServingTool
 from meshwise.search.until import Until
@@ -86,8 +88,9 @@ class ServingPlanResult(Answer):
         problem, constraints: what was asked.
         plans: best first.
         pareto: of throughput against time per output token, within the other targets; least time first.
-        neighbours: well-known alternatives, and why they lose.
+        kinds: well-known alternatives, and why they lose.
         search: what it went through.
+        gain: what the best has over the simplest, where that is first.
         simulated: where they were simulated, the plans with what they were sent; `targets`: they keep them.
     """
 
@@ -95,10 +98,16 @@ class ServingPlanResult(Answer):
     constraints: ServingConstraints
     plans: tuple[ServingEstimate, ...]
     pareto: tuple[FrontPoint, ...]
-    neighbours: tuple[Neighbour, ...]
+    kinds: tuple[Neighbour, ...]
     search: ServingSearch
+    gain: Neighbour | None = None
     simulated: tuple[SimulatedPlan, ...] = ()
     targets: LatencyTargets = field(default_factory=LatencyTargets)
+
+    @property
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """Why others are not first: the best itself, where the simplest is, and well-known alternatives."""
+        return (self.gain, *self.kinds) if self.gain else self.kinds
 
 
 def plan_serving(
@@ -162,10 +171,11 @@ def plan_serving(
     cpu_s, configurations = time.process_time() - began, tables.prefill.priced + tables.decode.priced
     far = 0.0 if complete else gap(tables, constraints, estimate_scores(constraints, plans[0])[0])
     search = ServingSearch(configurations, seen, cpu_s, complete, far)
-    fastest, plans = plans[0], simple_first(constraints, plans)
-    if plans[0] is not fastest:
-        others = (Neighbour(*gain_words(constraints, plans[0], fastest)), *others)
-    return ServingPlanResult(problem, constraints, plans[:top], _front(tables, constraints, pairs), others, search)
+    fastest, read = plans[0], (partial(estimate_scores, constraints), attrgetter("setup"))
+    plans = simplest_first(plans, *read, constraints.within)
+    gain = gain_of(constraints, fastest, plans[0], *read)
+    front = _front(tables, constraints, pairs)
+    return ServingPlanResult(problem, constraints, plans[:top], front, others, search, gain)
 
 
 def priced_tables(problem: ServingProblem, constraints: ServingConstraints, until: Until | None = None) -> Tables:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.answer import ServingSetup
 from meshwise.search.candidates import Mask
-from meshwise.search.serving.constraints import ServingConstraints, best_of, estimate_scores, pair_scores, ties
+from meshwise.search.serving.constraints import ServingConstraints, best_of, pair_scores, ties
+from meshwise.search.serving.neighbours import Neighbour
 from meshwise.search.serving.pairs import Pairs
 from meshwise.search.serving.tables import Tables
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
@@ -52,7 +54,7 @@ def find_simplest(
     """
     setup = pairs.setup(best, tables)
     most, unusual = complexity(setup)
-    limits = _limits(constraints, [float(c[best]) for c in pair_scores(constraints, pairs, tables)])
+    limits = _limits(constraints.within, [float(c[best]) for c in pair_scores(constraints, pairs, tables)])
     axes = [np.sum([t.sizes[a] > 1 for a in SERVING_AXES], axis=0)[t.layout] for t in tables.both]
     plain = [np.array([_is_usual(x) for x, _ in t.layouts], bool)[t.layout] for t in tables.both]
     for number in range(most + 1):
@@ -96,17 +98,32 @@ def _paired_rows(
             yield replace(pairs, prefill=into[pairs.prefill], decode=out[pairs.decode])
 
 
-def _limits(constraints: ServingConstraints, best: Sequence[float]) -> list[float]:
+def _limits(within: float, best: Sequence[float]) -> list[float]:
     """Up to which a plan's first two numbers cannot be told from the best's."""
-    return [value + constraints.within * abs(value) for value in best[:2]]
+    return [value + within * abs(value) for value in best[:2]]
 
 
-def simple_first(constraints: ServingConstraints, plans: Sequence[ServingEstimate]) -> tuple[ServingEstimate, ...]:
-    """The plans, which are best first, with the simplest of those that cannot be told from the best before them."""
-    limits = _limits(constraints, estimate_scores(constraints, plans[0]))
-    alike = [e for e in plans if all(a <= b for a, b in zip(estimate_scores(constraints, e), limits, strict=False))]
-    simple = min(alike, key=lambda e: complexity(e.setup)) if constraints.within else plans[0]
-    return (simple, *(e for e in plans if e is not simple))
+_Plan = TypeVar("_Plan")
+
+
+def simplest_first(
+    plans: Sequence[_Plan],
+    scores: Callable[[_Plan], Sequence[float]],
+    setup_of: Callable[[_Plan], ServingSetup],
+    within: float,
+) -> tuple[_Plan, ...]:
+    """The plans, which are best first, with the simplest of those that cannot be told from the best before them.
+
+    Args:
+        plans: at least one.
+        scores: what is minimised; the first two decide whether plans can be told apart.
+        setup_of: layouts and batches of a plan.
+        within: share of the best's numbers; 0 leaves the best first.
+    """
+    limits = _limits(within, scores(plans[0]))
+    alike = [p for p in plans if all(a <= b for a, b in zip(scores(p), limits, strict=False))]
+    simple = min(alike, key=lambda p: complexity(setup_of(p))) if within else plans[0]
+    return (simple, *(p for p in plans if p is not simple))
 
 
 #: What plans are ranked by -> the words for a gain in their first two numbers.
@@ -118,14 +135,30 @@ _GAINS = {
 }
 
 
-def gain_words(constraints: ServingConstraints, simple: ServingEstimate, best: ServingEstimate) -> tuple[str, str]:
-    """The best plan's layouts, and what it has over the simplest, which is first."""
-    setup = best.setup
-    name = f"{setup.decode}" if setup.one_layout else f"prefill by {setup.prefill}, generation by {setup.decode}"
+def gain_of(
+    constraints: ServingConstraints,
+    best: _Plan,
+    first: _Plan,
+    scores: Callable[[_Plan], Sequence[float]],
+    setup_of: Callable[[_Plan], ServingSetup],
+) -> Neighbour | None:
+    """The best plan's layouts, and what it has over the simplest, where that is first; else None.
+
+    Args:
+        constraints: what was asked.
+        best, first: the plans.
+        scores, setup_of: as for `simplest_first`.
+    """
+    if first is best:
+        return None
+    setup = setup_of(best)
+    alike = str(setup.prefill) == str(setup.decode)
+    name = f"{setup.decode}" if alike else f"prefill by {setup.prefill}, generation by {setup.decode}"
     names = _GAINS["rate" if constraints.rate is not None else constraints.objective]
-    pairs = zip(names, estimate_scores(constraints, simple), estimate_scores(constraints, best), strict=False)
-    gains = [f"{100 * abs(1 - b / a):.2g} % {name}" for name, a, b in pairs if b < a]
-    return name, (
+    pairs = zip(names, scores(first), scores(best), strict=False)
+    gains = [f"{100 * abs(1 - b / a):.2g} % {of}" for of, a, b in pairs if b < a]
+    return Neighbour(
+        name,
         f"{gains[0] if gains else 'as good'}; within {constraints.within:.0%} predictions cannot tell plans apart, and "
-        "the simplest is first (--within 0: the best)"
+        "the simplest is first (--within 0: the best)",
     )

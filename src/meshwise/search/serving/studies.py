@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from meshwise.core.errors import InfeasibleError
 from meshwise.core.units import format_time
@@ -24,7 +25,7 @@ from meshwise.search.plan import SimulatedPlan
 from meshwise.search.serving.constraints import TIE, ServingConstraints, estimate_scores
 from meshwise.search.serving.gap import share_off
 from meshwise.search.serving.planner import ServingPlanResult, plan_serving, priced_tables
-from meshwise.search.serving.simplest import complexity
+from meshwise.search.serving.simplest import complexity, gain_of, simplest_first
 from meshwise.search.serving.tables import Tables
 from meshwise.search.until import Until
 from meshwise.simulation.serving import (
@@ -190,8 +191,7 @@ class _SimulatedSearch:
                     raise
                 complete = False
             if kept:
-                kept.sort(key=lambda p: (p.estimate.setup.num_chips, *reversed(self.targets.reached(p.result))))
-                return _planned(planning, self, kept[:top], complete=complete)
+                return self._planned(planning, kept, top, complete=complete)
         last = list(missed.values())[-_EACH:]
         tried = [p.plan(rate, simulate_serving(p.system, p.load(self.requests, rate)), self.targets) for p in last]
         nearest = min(tried, key=lambda p: _excess(self.targets, p.result))
@@ -238,13 +238,61 @@ class _SimulatedSearch:
             raise InfeasibleError(reasons[0])
         if most:
             found = [p for p in found if p.rate >= _WORTH * max(q.rate for q in found)]
-            found.sort(key=lambda p: (-p.tokens_per_s, p.estimate.end_to_end_s))
-            as_good = [p for p in found if p.rate >= (1 - self.constraints.within) * found[0].rate]
-            simplest = min(as_good, key=lambda p: complexity(p.estimate.setup))
-            found = [simplest, *(p for p in found if p is not simplest)]
-        else:
-            found.sort(key=lambda p: getattr(p.estimate, self.constraints.objective).expected)
-        return _planned(plannings[0], self, found[:top], complete=complete)
+            try:
+                found = self._with_simpler(found) if complete else found
+            except KeyboardInterrupt:
+                complete = False
+        return self._planned(plannings[0], found, top, complete=complete)
+
+    def _with_simpler(self, found: list[SimulatedPlan]) -> list[SimulatedPlan]:
+        """The plans, with the exact rate of the simplest that keeps the targets at nearly the highest of all.
+
+        Rates that are no more than another's are found only nearly (`_highest_rate`), which does not tell.
+        """
+        best = max(found, key=lambda p: p.rate)
+        simpler = [p for p in found if complexity(p.estimate.setup) < complexity(best.estimate.setup)]
+        least = (1 - self.constraints.within) * best.rate
+        for p in sorted(simpler, key=lambda p: complexity(p.estimate.setup)) if self.constraints.within else ():
+            full = _FULL * p.estimate.requests_per_s
+            if p.rate >= least or (least <= full and self._kept(_Sent.of(self.problem, p.estimate), least)):
+                exact = self._highest_rate(p.estimate, 0.0)
+                return [exact if q is p and exact else q for q in found]
+        return found
+
+    def _scores(self, p: SimulatedPlan) -> tuple[float, ...]:
+        """What is minimised, the most important first, as `estimate_scores`; by what became of the requests."""
+        if self.constraints.rate is not None:
+            return p.estimate.setup.num_chips, *reversed(self.targets.reached(p.result))
+        if self.constraints.objective == "throughput":
+            return -p.tokens_per_s, math.inf, p.estimate.end_to_end_s  # latencies keep the targets: they are no tie
+        return estimate_scores(self.constraints, p.estimate)
+
+    def _planned(
+        self, planning: ServingPlanResult, kept: list[SimulatedPlan], top: int, *, complete: bool
+    ) -> ServingPlanResult:
+        """The search that proposed plans, with those that were kept, best first but for the simplest as good.
+
+        `complete`: all of them were simulated. Why others lose is told by means, which is right as long as these would
+        have chosen a plan as good.
+        """
+        kept, asked, own = sorted(kept, key=self._scores), self.constraints, planning.search
+        best, read = kept[0], (self._scores, attrgetter("estimate.setup"))
+        if not (complete and own.complete):
+            own = replace(own, complete=False, gap=1 - (1 - own.gap) * (1 - _gap(planning, asked, best)))
+        kept = list(simplest_first(kept, *read, asked.within))[:top]
+        first, expected = kept[0].estimate, planning.plans[0]
+        alike = first.setup.num_chips == expected.setup.num_chips
+        alike = alike and abs(first.output_tokens_per_s / expected.output_tokens_per_s - 1) <= TIE
+        return replace(
+            planning,
+            constraints=asked,
+            search=own,
+            plans=tuple(p.estimate for p in kept),
+            kinds=planning.kinds if alike else (),
+            gain=gain_of(asked, best, kept[0], *read),
+            simulated=tuple(kept),
+            targets=self.targets,
+        )
 
     def _highest_rate(self, e: ServingEstimate, best: float) -> SimulatedPlan | None:
         """Find a plan's highest rate that keeps the targets: nearly, where it is no more than the best so far.
@@ -279,31 +327,6 @@ class _SimulatedSearch:
         while (plan := self._kept(sent, rate, (_AGAIN,))) is None:
             rate *= 1 - _LESS
         return plan
-
-
-def _planned(
-    planning: ServingPlanResult, search: _SimulatedSearch, kept: Sequence[SimulatedPlan], *, complete: bool
-) -> ServingPlanResult:
-    """The search that proposed plans, with those that were kept in their order; `complete`: all of them were simulated.
-
-    Why others lose is told by means, which is right as long as these would have chosen a plan as good.
-    """
-    plans = tuple(p.estimate for p in kept)
-    first, best = planning.plans[0], plans[0]
-    alike = best.setup.num_chips == first.setup.num_chips
-    alike = alike and abs(best.output_tokens_per_s / first.output_tokens_per_s - 1) <= TIE
-    own = planning.search
-    if not (complete and own.complete):
-        own = replace(own, complete=False, gap=1 - (1 - own.gap) * (1 - _gap(planning, search.constraints, kept[0])))
-    return replace(
-        planning,
-        constraints=search.constraints,
-        search=own,
-        plans=plans,
-        neighbours=planning.neighbours if alike else (),
-        simulated=tuple(kept),
-        targets=search.targets,
-    )
 
 
 def _gap(planning: ServingPlanResult, constraints: ServingConstraints, kept: SimulatedPlan) -> float:
