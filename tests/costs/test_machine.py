@@ -127,6 +127,9 @@ def test_how_a_machine_serves_is_read_back():
     assert measured.cache_start == pytest.approx(50e-6, rel=1e-2)
     assert (measured.host_step, measured.host_request) == pytest.approx((1e-3, 50e-6), rel=1e-2)
     assert measured.operation == pytest.approx(2e-6, rel=1e-2)
+    noisy = [replace(r, measured_value=1.0) for r in SERVING]  # starts that come out below nothing are next to nothing
+    text = machine_document(ROWS + noisy, title="t", num_devices=4, memory=16 * GIB)
+    assert read_cluster(text, name="machine", where="machine.toml").chip.measured.host_request == 1e-9
     with pytest.raises(MeshwiseError, match="expected all measurements of serving"):
         machine_document(ROWS + SERVING[:-1], title="t", num_devices=4, memory=16 * GIB)
 

@@ -9,6 +9,7 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.executor import JaxExecutor, plan_buckets
 from meshwise.engine.requests import Collected, EngineRequest, Sampling
 from meshwise.runtime import generator
+from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.steps import paged_model
 from meshwise.scheduling import Scheduling
 from meshwise.sharding.layout import Layout
@@ -55,6 +56,41 @@ def test_tokens_are_those_of_decoding_alone(policy, layout):
     assert engine.scheduler.hit_tokens
     for request, (prompt, count) in zip(requests, asked, strict=True):
         assert request.sink.ids == alone(weights, prompt, count), request.index
+
+
+@pytest.mark.jax
+def test_nothing_is_compiled_over_a_thousand_mixed_requests():
+    """Greedy, sampled, penalised, with logprobs, cancelled; prompts of all lengths: layer by layer, as on a CPU."""
+    scheduling = Scheduling("chunked", 8, 32, prefix_cache=True)
+    model = paged_model(MODEL, Layout(), jax.devices()[:1], pages=96, page_tokens=4, dtype=DType.FP32)
+    layered = LayeredModel.of(model)
+    executor = JaxExecutor(layered, layered.initial_weights(3), scheduling, LONGEST)
+    engine, draw = Engine(scheduling, 96, executor, block_tokens=4), np.random.default_rng(1)
+    kinds = [Sampling(), Sampling(0.8, top_p=0.9, seed=1), Sampling(1.0, top_k=5), Sampling(logprobs=4)]
+    kinds += [Sampling(0.5, frequency_penalty=0.5), Sampling(repetition_penalty=1.2, min_p=0.1)]
+    requests = [
+        EngineRequest(p, int(draw.integers(1, 12)), Collected(), sampling=kinds[k % len(kinds)], block_tokens=4)
+        for k, p in enumerate(prompts(1000, draw))
+    ]
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _seconds, **_: compiled.append(name) if "backend_compile" in name else None
+    )
+    jax.jit(lambda x: x * 3 + 1)(np.ones(7, np.float32))
+    assert len(compiled) == 1  # what is compiled is heard of
+    waiting = list(requests)
+    while waiting or engine.outstanding:
+        for request in waiting[-4:] if engine.outstanding < 20 else []:
+            engine.submit(request)
+            waiting.pop()
+            if len(waiting) % 50 == 0:
+                engine.cancel(request)
+        engine.step()
+    assert len(compiled) == 1
+    assert sum(r.reason == "length" for r in requests) > 900
+    assert sum(r.reason == "cancelled" for r in requests) > 10
+    assert engine.cache.used == 0
+    engine.cache.check()
 
 
 @pytest.mark.jax

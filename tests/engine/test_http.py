@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import openai
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -281,7 +282,7 @@ def test_an_engine_that_fails_says_so():
         assert it.post("/v1/completions", prompt="w1")[0].status == 503
 
 
-def test_a_load_is_sent_and_simulated(running, tmp_path):
+def test_a_load_is_sent_and_simulated(running, tmp_path, capsys):
     """Lengths are exact, the simulation has the same requests, and rows are read by `score`."""
     costs = tmp_path / "costs.json"
     costs.write_text(EngineCosts(0.001, ((1, 0.0),), 500, block_tokens=4).to_json())
@@ -302,6 +303,8 @@ def test_a_load_is_sent_and_simulated(running, tmp_path):
     rows = tmp_path / "rows.csv"
     rows.write_text(load_rows(made, "h100-sxm", 1, "meshwise").replace("counting", "llama-3-8b"))
     assert main(["score", str(rows), "--json"]) in (0, 3)
+    assert main(["calibrate", str(rows)]) == 2  # constants of serving are not fitted to own rows
+    assert "`meshwise score` predicts" in capsys.readouterr().err
 
 
 def test_a_load_says_what_went_wrong(running):
@@ -311,3 +314,23 @@ def test_a_load_says_what_went_wrong(running):
         meshwise.load("http://127.0.0.1:9", rate=1.0)
     with pytest.raises(InfeasibleError, match="none of 3 requests was answered: 400: prompt: expected tokens"):
         meshwise.load(f"http://127.0.0.1:{running.port}", rate=100.0, requests=3)
+
+
+def test_the_official_client_works_against_it(running):
+    """Models, a chat whole and streamed with its usage, a completion with logprobs, errors as its exceptions."""
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0, timeout=20)
+    assert [model.id for model in client.models.list()] == ["counting"]
+    said = {"model": "counting", "messages": [{"role": "user", "content": "w7"}], "max_tokens": 3}
+    whole = client.chat.completions.create(**said)
+    assert (whole.choices[0].message.content.split(), whole.choices[0].finish_reason) == (["w2", "w3", "w4"], "length")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, 3)
+    chunks = list(client.chat.completions.create(**said, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert (text.split(), chunks[-1].usage.completion_tokens) == (["w2", "w3", "w4"], 3)
+    made = client.completions.create(model="counting", prompt="w3", max_tokens=2, logprobs=2)
+    assert made.choices[0].logprobs.tokens == ["w4", "w5"]
+    assert made.choices[0].logprobs.token_logprobs == [-0.5, -0.5]
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(**said, temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.chat.completions.create(**{**said, "model": "other"})

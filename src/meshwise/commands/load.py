@@ -143,7 +143,7 @@ class _Files(Request):
     sections: ClassVar = {"Output": ("save",)}
 
     save: Path | None = None
-    """Write the medians to this new file as CSV, which 'score' and 'calibrate' read (docs/measurements.md)."""
+    """Write the medians to this new file as CSV, which 'score' reads (docs/measurements.md)."""
 
 
 Answer.reports[LoadResult] = lambda result: load_report(result, {})

@@ -128,15 +128,15 @@ def _serving(rows: Sequence[MeasuredOperation], operations: int) -> str:
     flops = 4.0 * (prompt.heads or 0) * (prompt.head_dim or 0) * keys * (keys + 1) / 2
     (few_layers, _), (layers, _), (_, batch) = ENGINE_STEPS
     one, deep, wide = (_one([r for r in rows if r.op == engine_step(*w)]).seconds for w in ENGINE_STEPS)
-    start = max(near.seconds - own * slope, 0.0)
-    layer = max(deep - one, 0.0) / (layers - few_layers)
+    start = max(near.seconds - own * slope, _AT_ONCE)
+    layer = max((deep - one) / (layers - few_layers), _AT_ONCE * operations)
     return f'''[chip.measured] # how it serves with this runtime
 few_rows = {{ {points} }}
 attention = "{format_flops_per_s(flops / prompt.seconds)}"
 cache_bandwidth = "{format_bandwidth(1 / slope)}"
 cache_start = "{format_time(start)}"
-host_step = "{format_time(max(one - layer, 0.0))}"
-host_request = "{format_time(max(wide - one, 0.0) / (batch - 1))}"
+host_step = "{format_time(max(one - layer, _AT_ONCE))}"
+host_request = "{format_time(max((wide - one) / (batch - 1), _AT_ONCE))}"
 operation = "{format_time(layer / operations)}"
 '''
 
