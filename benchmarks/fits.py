@@ -1,93 +1,27 @@
 """The fit of serving's constants to the rows that ship.
 
-Used by `fit_calibration.py` and the page of accuracy. Not here: how a fit is made (`meshwise.scoring.fitting`).
+Used by `fit_calibration.py` and the page of accuracy. Not here: how a fit is made (`meshwise.scoring.fitting`), or its
+constants (`meshwise.scoring.serving_constants`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
-from meshwise.core.dtypes import DType
-from meshwise.costs.calibration import Calibration
-from meshwise.costs.engines import ENGINES, serving_calibration
+from meshwise.costs.engines import serving_calibration
 from meshwise.hardware import load_chip
 from meshwise.scoring import Prediction
-from meshwise.scoring.constants import (
-    FLOPS,
-    HBM,
-    LINK_SHARE,
-    LINKS,
-    MATMULS,
-    MICRO,
-    NCCL,
-    Applies,
-    Constant,
-    Part,
-    format_part,
-    part,
-)
 from meshwise.scoring.fitting import FittedRows, row_weights, sensitivities
+from meshwise.scoring.serving_constants import GPU_ENGINES, engine_of, serving_constants
 
 P = TypeVar("P", bound=Prediction)
-
-#: Engines without CUDA graphs, whose collectives are NCCL's.
-_LAUNCHED = ("trtllm-2023", "fastertransformer")
-
-#: Engines with constants of their own: those on GPUs.
-_ENGINES = tuple(e for e in ENGINES if e != "jax")
-
-_CACHE: Part = (lambda c: c.cache_reads or c.hbm_efficiency, lambda c, v: replace(c, cache_reads=v))
-
-#: Formats whose weights are read as they are multiplied.
-_PLAIN = (DType.BF16, DType.FP16, DType.FP8)
-
-
-def serving_constants() -> tuple[Constant, ...]:
-    """Every constant that is fitted to published steps of serving, on GPUs.
-
-    What the host adds is a number that engines share, times a factor of each engine: of an engine without rows, or left
-    out, the shared number is what is known.
-    """
-    gpus = ("ampere", "hopper", "blackwell")
-    narrow = (("hopper", DType.FP8, 0.62), ("blackwell", DType.FP8, 0.53), ("blackwell", DType.FP4, 0.39))
-    return (
-        Constant("host.step", "s", 1e-3, 1.0, "a step of Python: 0.3 to 3 ms", _on_gpus, *part("host_step")),
-        Constant("host.request", "s", 10e-6, 1.0, "a sampled token, its bookkeeping", _on_gpus,
-                 *part("host_request")),
-        *(_times(shared, e) for shared in ("host.step", "host.request") for e in _ENGINES),
-        Constant("gap.graph", "s", 2.5e-6, 0.4, "kernels of a CUDA graph: 1 to 3 us apart", _graphs, *part("gap")),
-        Constant("gap.launched", "s", 4e-6, 0.4, "kernels launched from C++: 3 to 6 us", _launched, *part("gap")),
-        Constant("startup.one-shot", "s", 6e-6, 0.4, "an engine's own AllReduce by NVLink: 4 to 10 us", _graphs,
-                 *part("chained_startup")),
-        Constant("startup.nccl", "s", 20e-6, 0.1, f"NCCL's AllReduce of 1 KiB over 8: 16 to 25 us, {MICRO}", _launched,
-                 *part("chained_startup")),
-        Constant("cache.start", "s", 6e-6, 0.4, f"attention over 128 keys takes 10 to 12 us, {MICRO}", _on_gpus,
-                 *part("cache_start")),
-        *(Constant(f"weights.{f}", HBM, share, 0.08, f"products of 1 to 64 rows, {MICRO}", _served(f),
-                   *format_part("weight_reads", *_PLAIN), 0.95)
-          for f, share in zip(gpus, (0.82, 0.87, 0.82), strict=True)),
-        *(Constant(f"weights.{d.value}", HBM, share, 0.2, source, _on_gpus, *format_part("weight_reads", d), 0.95)
-          for d, share, source in ((DType.INT8, 0.75, "widened in registers"),
-                                   (DType.INT4, 0.50, "widened in registers, by groups"), (DType.FP4, 0.60, MICRO))),
-        Constant("experts", "times the share of other weights", 0.8, 0.2, "grouped matmuls", _on_gpus,
-                 *part("expert_reads")),
-        *(Constant(f"cache.{f}", HBM, share, 0.10, f"key/value reads, {MICRO}", _served(f), *_CACHE, 0.95)
-          for f, share in zip(gpus, (0.77, 0.89, 0.89), strict=True)),
-        *(Constant(f"matmul.{f}", FLOPS, share, 0.10, f"matmuls of prompts, {MICRO}", _served(f), *MATMULS, 0.80)
-          for f, share in zip(gpus, (0.80, 0.72, 0.64), strict=True)),
-        *(Constant(f"{d.value}.{f}", FLOPS, share, 0.15, MICRO, _served(f), *format_part("narrow", d), 0.80)
-          for f, d, share in narrow),
-        *(Constant(f"links.{f}", LINKS, share, 0.20, NCCL, _served(f), *LINK_SHARE, 1.0)
-          for f, share in zip(gpus, (0.70, 0.75, 0.75), strict=True)),
-    )  # fmt: skip
 
 
 def start_values() -> dict[str, float]:
     """The constants of serving that ship, near which slopes are taken."""
     chips = {"ampere": "a100-sxm-80gb", "hopper": "h100-sxm", "blackwell": "b200-sxm"}
-    shipped = [(f, serving_calibration(load_chip(chip), e)) for f, chip in chips.items() for e in _ENGINES]
+    shipped = [(f, serving_calibration(load_chip(chip), e)) for f, chip in chips.items() for e in GPU_ENGINES]
     found: dict[str, float] = {}
     for c in serving_constants():
         shared = c.name.rpartition(".")[0]
@@ -96,37 +30,6 @@ def start_values() -> dict[str, float]:
         else:  # an engine's factor is on what engines share
             found[c.name] = next(c.read(own) for f, own in shipped if c.applies(own, f)) / found.get(shared, 1.0)
     return found
-
-
-def engine_of(calibration: Calibration) -> str:
-    """Name of the engine that a fitted calibration is of."""
-    return calibration.name.partition("+")[2]
-
-
-def _on_gpus(c: Calibration, family: str) -> bool:
-    return family != "tpu" and bool(engine_of(c))
-
-
-def _graphs(c: Calibration, family: str) -> bool:
-    return _on_gpus(c, family) and engine_of(c) not in _LAUNCHED
-
-
-def _launched(c: Calibration, family: str) -> bool:
-    return _on_gpus(c, family) and engine_of(c) in _LAUNCHED
-
-
-def _served(family: str) -> Applies:
-    return lambda c, own: own == family and _on_gpus(c, own)
-
-
-def _times(shared: str, engine: str) -> Constant:
-    """An engine's factor on what engines share, which is put before."""
-    field = shared.replace(".", "_")
-    return Constant(
-        f"{shared}.{engine}", f"times {shared}", 1.0, 0.5, "engines differ by about a half",
-        lambda c, f: _on_gpus(c, f) and engine_of(c) == engine,
-        lambda c: getattr(c, field), lambda c, v: replace(c, **{field: v * getattr(c, field)}),
-    )  # fmt: skip
 
 
 def serving_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 from accuracy_page import check, errors_table, tell, write
-from fits import engine_of, serving_fit
+from fits import serving_fit
 
 from meshwise.costs.engines import ENGINES
 from meshwise.scoring import ServingPrediction, ServingRun, ServingScore, score_serving, shipped_rows
 from meshwise.scoring.fitting import FittedRows
 from meshwise.scoring.score import by, errors_of
+from meshwise.scoring.serving_constants import engine_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving-accuracy.md"
 

@@ -73,6 +73,10 @@ def calibrate(
     file: str | os.PathLike[str],
     *,
     calibration: str = "fitted",
+    on: str | None = None,
+    model: str | None = None,
+    tensor: int | None = None,
+    weights: str | None = None,
     save: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = ...,
 ) -> Refined: ...

@@ -11,6 +11,7 @@ from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.plan_files import write_file
 from meshwise.commands.requests import File, Request
 from meshwise.core.explanation import Answer
+from meshwise.costs.calibration_files import is_file_name, read_calibration_file
 from meshwise.costs.engines import ENGINES
 from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import load_chip
@@ -61,7 +62,9 @@ def score(request: ScoreRequest, *, progress: Tell = silent) -> TrainingScore | 
     """
     calibration = request.calibration or "fitted"
     word, _, engine = calibration.partition("+")
-    if word != "fitted" or engine not in ENGINES:  # refuses a name that neither training nor serving has
+    if is_file_name(calibration):
+        read_calibration_file(Path(calibration))  # refuses what is none; of which rows it is, these say
+    elif word != "fitted" or engine not in ENGINES:  # refuses a name that neither training nor serving has
         find_calibration(calibration, load_chip("h100-sxm"))
     if request.file == SHIPPED:
         return score_training(shipped_rows(TrainingRun), calibration, progress)

@@ -28,7 +28,15 @@ _CONSTANTS = {
     "gap": 1.0,
     "mixture_launch": 1.0,
     "interference": 0.99,
+    "host_step": 1.0,
+    "host_request": 1.0,
+    "chained_startup": 1.0,
+    "cache_reads": 1.0,
+    "cache_start": 1.0,
+    "expert_reads": 10.0,
 }
+#: Shares of the HBM bandwidth at which weights of a format are read in serving.
+_READS = {f"weight_reads.{d.value}": d for d in DType}
 _FORMATS = {f"matmul_efficiency.{d.value}": d for d in (DType.FP8, DType.FP4, DType.INT8)}
 _LINKS = "links.efficiency"
 
@@ -53,9 +61,12 @@ class CalibrationFile:
         """The base with the file's constants, called `name`."""
         plain: dict[str, Any] = {n: v for n, v in self.constants.items() if n in _CONSTANTS}
         narrow = dict(base.narrow) | {_FORMATS[n]: v for n, v in self.constants.items() if n in _FORMATS}
+        reads = dict(base.weight_reads) | {_READS[n]: v for n, v in self.constants.items() if n in _READS}
         links = replace(base.links, efficiency=self.constants.get(_LINKS, base.links.efficiency))
         source = f"{base.source}; refined: {self.source}"
-        found = replace(base, name=name, narrow=tuple(narrow.items()), links=links, source=source)
+        found = replace(
+            base, name=name, narrow=tuple(narrow.items()), links=links, source=source, weight_reads=tuple(reads.items())
+        )
         found = replace(found, refined=tuple(self.constants), doubts=(), measured_formats=None)
         if plain.get("attention_efficiency", 0.0) > plain.get("matmul_efficiency", base.matmul_efficiency):
             raise MeshwiseError(f"{name}: attention_efficiency is more than matmul_efficiency")
@@ -70,8 +81,11 @@ def is_file_name(name: str) -> bool:
 def changed_constants(base: Calibration, refined: Calibration) -> dict[str, float]:
     """Constants in which two calibrations differ, as files name them."""
     found = {n: getattr(refined, n) for n in _CONSTANTS if getattr(refined, n) != getattr(base, n)}
-    before, after = dict(base.narrow), dict(refined.narrow)
-    found |= {n: after[d] for n, d in _FORMATS.items() if d in after and after[d] != before.get(d)}
+    for names, before, after in (
+        (_FORMATS, dict(base.narrow), dict(refined.narrow)),
+        (_READS, dict(base.weight_reads), dict(refined.weight_reads)),
+    ):
+        found |= {n: after[d] for n, d in names.items() if d in after and after[d] != before.get(d)}
     if refined.links.efficiency != base.links.efficiency:
         found[_LINKS] = refined.links.efficiency
     return found
@@ -108,8 +122,8 @@ def read_calibration_file(path: Path) -> CalibrationFile:
 
 
 def _check(path: Path, name: str, value: object) -> None:
-    if name not in _CONSTANTS and name not in _FORMATS and name != _LINKS:
-        known = ", ".join((*_CONSTANTS, *_FORMATS, _LINKS))
+    if name not in (known_names := (*_CONSTANTS, *_FORMATS, *_READS, _LINKS)):
+        known = ", ".join(known_names)
         raise MeshwiseError(f"--calibration {path}: {name!r} is no constant; expected some of {known}")
     most = _CONSTANTS.get(name, 1.0)
     least = 1.0 if name == "elementwise_passes" else 0.0

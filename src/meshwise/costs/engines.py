@@ -7,12 +7,13 @@ All are shared by models, layouts and sizes. `docs/serving-accuracy.md` says how
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
-from meshwise.costs.calibration_files import is_file_name
-from meshwise.costs.fitted import find_calibration
+from meshwise.costs.calibration_files import is_file_name, read_calibration_file
+from meshwise.costs.fitted import check_family, find_calibration
 from meshwise.hardware import Chip
 
 #: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.
@@ -106,7 +107,9 @@ _SOURCE = (
 
 def engine_chunk(tools: tuple[str, ...], calibration: Calibration) -> int | None:
     """Tokens of a prompt in one step of the first engine asked for, else of the calibration's; None for all."""
-    software = tools[0] if tools else calibration.name.removeprefix("fitted+")
+    name = calibration.name
+    base = read_calibration_file(Path(name)).base if is_file_name(name) else name
+    software = tools[0] if tools else base.removeprefix("fitted+")
     return ENGINES[software].chunk if software in ENGINES else None
 
 
@@ -203,18 +206,22 @@ def _inherited(family: Calibration) -> _Chips:
 
 
 def find_serving_calibration(name: str, chip: Chip) -> Calibration:
-    """Read `--calibration` of serving: fitted, fitted+ENGINE, or as of training: operations, none, a family.
+    """Read `--calibration` of serving: fitted, fitted+ENGINE, a file, or as of training: operations, none, a family.
 
     Raises:
         UnknownNameError: with the names there are.
-        MeshwiseError: a file, which cannot be read, or is of training.
+        MeshwiseError: a file that cannot be read, is of another chip, or of training.
     """
     if is_file_name(name):
+        file = read_calibration_file(Path(name))
+        if (engine := file.base.removeprefix("fitted+")) in ENGINES:
+            check_family(name, file.chip, chip)
+            return file.applied(serving_calibration(chip, engine), name)
         find_calibration(name, chip)  # whether it can be read comes first
         # llama-3-8b on 8 H100: with such constants a token took six times as long as with an engine's
         raise MeshwiseError(
             f"--calibration {name}: it was refined by steps of training, whose constants are not those of serving "
-            "engines; expected fitted, fitted+ENGINE, operations, none, or a family"
+            "engines; expected fitted, fitted+ENGINE, operations, none, a family, or a file of measured serving"
         )
     word, plus, engine = name.partition("+")
     if word == "fitted":

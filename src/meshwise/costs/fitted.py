@@ -365,11 +365,25 @@ def _factor(name: str, text: str) -> float:
     return factor
 
 
+def check_family(name: str, own: str, chip: Chip) -> None:
+    """Refuse a file, called `name`, that is of a chip (`own`) of another family.
+
+    Raises:
+        MeshwiseError: names both.
+    """
+    if default_calibration(load_chip(own)).name != default_calibration(chip).name:
+        raise MeshwiseError(f"--calibration {name}: it is of {own}, another family than {chip.name}'s")
+
+
 def _of_file(name: str, chip: Chip) -> Calibration:
     """The calibration of a file that `meshwise calibrate` wrote."""
     file = read_calibration_file(Path(name))
-    if default_calibration(load_chip(file.chip)).name != default_calibration(chip).name:
-        raise MeshwiseError(f"--calibration {name}: it is of {file.chip}, another family than {chip.name}'s")
+    check_family(name, file.chip, chip)
     if is_file_name(file.base):
         raise MeshwiseError(f"--calibration {name}: its base is a file, {file.base!r}; expected a calibration by name")
+    if file.base.startswith("fitted+") and file.base.removeprefix("fitted+") not in SOFTWARE:
+        raise MeshwiseError(
+            f"--calibration {name}: it was refined by measured serving under {file.base}, whose constants are not "
+            "those of training; expected fitted, fitted+SOFTWARE, operations, none, a family, or a file of training"
+        )
     return file.applied(find_calibration(file.base, chip), name)

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, picked, said, signed_percent, tabulate
+from meshwise.scoring import ServingPrediction
 from meshwise.scoring.fitting import Refined, mean_error
 
 
@@ -27,7 +28,7 @@ def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:
         body=said(_constants(refined), _rows(data["rows"]), unused),
         assumed=tuple(dict.fromkeys(f"{p.run.id}: {note}" for p in refined.rows for note in p.scenario.assumed)),
         not_modelled=("what rows do not show: constants that they do not depend on stay as they were",),
-        next_steps=_next(inputs),
+        next_steps=_next(refined, inputs),
     )
 
 
@@ -65,9 +66,11 @@ def _rows(data: Iterable[Mapping[str, Any]]) -> RenderableType:
     return tabulate(columns, data, missing="")
 
 
-def _next(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+def _next(refined: Refined, inputs: Mapping[str, Any]) -> tuple[str, ...]:
     if inputs.get("save"):
-        return (f"--calibration {inputs['save']}: with plan, estimate, score, run",)
+        served = isinstance(refined.rows[0], ServingPrediction)
+        verbs = "plan serve, estimate serve, simulate serve" if served else "plan, estimate, score, run"
+        return (f"--calibration {inputs['save']}: with {verbs}",)
     return ("--save ours.json: a file that --calibration takes",)
 
 

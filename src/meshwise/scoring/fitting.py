@@ -22,9 +22,11 @@ from meshwise.costs.spread import Likely
 from meshwise.hardware import Chip
 from meshwise.scoring.constants import Constant, all_constants
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal
-from meshwise.scoring.rows import TrainingRun, UnreadRow
+from meshwise.scoring.rows import ServingRun, TrainingRun, UnreadRow
 from meshwise.scoring.score import predict_all
-from meshwise.scoring.training import TrainingPrediction, predict_training
+from meshwise.scoring.serving import predict_serving
+from meshwise.scoring.serving_constants import serving_constants
+from meshwise.scoring.training import predict_training
 
 P = TypeVar("P", bound=Prediction)
 
@@ -217,7 +219,7 @@ class Refined(Answer):
     Args:
         chip: whose it is.
         base, calibration: before and after.
-        rows: the measured steps that were used, as predicted before.
+        rows: the measured times that were used, as predicted before.
         refusals: rows that could not be, each with its reason.
         constants: those that steps depend on, with the values before as priors.
         fit: their values, and how sure they are.
@@ -228,7 +230,7 @@ class Refined(Answer):
     chip: Chip
     base: Calibration
     calibration: Calibration
-    rows: tuple[TrainingPrediction, ...]
+    rows: tuple[Prediction, ...]
     refusals: tuple[Refusal, ...]
     constants: tuple[Constant, ...]
     fit: Fit
@@ -267,15 +269,44 @@ def refine(
     """
     timed = [run for run in runs if isinstance(run, UnreadRow) or not run.is_memory]
     found, refusals, _ = predict_all(timed, partial(predict_training, calibration=calibration), lambda _: None)
+    return _refined(found, refusals, all_constants(), progress)
+
+
+def refine_serving(
+    runs: Sequence[ServingRun | UnreadRow],
+    calibration: str = "fitted",
+    progress: Callable[[str], None] = lambda _: None,
+) -> Refined:
+    """Refine a calibration by measured serving; arguments as of `refine`, "fitted" takes the engine that rows name.
+
+    Raises:
+        MeshwiseError: no row can be used; rows are of several chips or engines.
+    """
+    timed = [run for run in runs if isinstance(run, UnreadRow) or not run.is_memory]
+    found, refusals, _ = predict_all(timed, partial(predict_serving, calibration=calibration), lambda _: None)
+    # What the host adds is the engine's own number: no factor on what engines share.
+    constants = tuple(c for c in serving_constants() if not c.unit.startswith("times host."))
+    return _refined(found, refusals, constants, progress)
+
+
+def _refined(
+    found: Sequence[P],
+    refusals: tuple[Refusal, ...],
+    constants: Sequence[Constant],
+    progress: Callable[[str], None],
+) -> Refined:
+    """Move the constants that rows depend on."""
     rows = tuple(row for row in found if row.measured <= _FURTHEST * row.expected)
     refusals = (*refusals, *(_too_slow(row) for row in found if row.measured > _FURTHEST * row.expected))
     _check(rows, refusals)
     base = rows[0].calibration
     constants = tuple(
         replace(c, prior=max(c.clipped(c.read(base)), 1e-9))
-        for c in all_constants()
+        for c in constants
         if rows[0].depends_on(c) and c.read(base) > 0
     )
+    if not constants:
+        raise MeshwiseError(f"{rows[0].chip} under {base.name}: none of its constants can be refined by such rows")
     points = sensitivities(rows, constants, {c.name: c.prior for c in constants}, progress)
     used = [j for j in range(len(constants)) if np.max(np.abs(points.slopes[:, j])) > _IDLE]
     constants = tuple(constants[j] for j in used)
@@ -296,22 +327,22 @@ def refine(
     )
 
 
-def _too_slow(row: TrainingPrediction) -> Refusal:
+def _too_slow(row: Prediction) -> Refusal:
     """Why a row says nothing of its chip; one that is too fast was refused before."""
     return Refusal(
         row.run,
-        f"{row.measured:.4g} s a step is {row.measured / row.expected:,.0f} times the {row.expected:.4g} s predicted; "
+        f"{row.measured:.4g} s is {row.measured / row.expected:,.0f} times the {row.expected:.4g} s predicted; "
         f"expected at most {_FURTHEST} times, as no chip's constants explain more; {WRONG}",
     )
 
 
-def _check(rows: Sequence[TrainingPrediction], refusals: Sequence[Refusal]) -> None:
+def _check(rows: Sequence[Prediction], refusals: Sequence[Refusal]) -> None:
     if not rows:
         reasons = "; ".join(f"{r.run.id}: {r.reason}" for r in refusals[:3])
         raise MeshwiseError(f"no row can be used to calibrate: {reasons or 'no row is of a time'}")
     for what, names in (
         ("chips", {p.chip for p in rows}),
-        ("generations of software", {p.calibration.name for p in rows}),
+        ("generations of software or engines", {p.calibration.name for p in rows}),
     ):
         if len(names) > 1:
             raise MeshwiseError(f"rows are of several {what}: {', '.join(sorted(names))}; use a file for each")

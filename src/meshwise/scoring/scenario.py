@@ -118,6 +118,11 @@ def _named(name: str) -> Model | None:
         return None
 
 
+def names_a_model(name: str) -> bool:
+    """Whether a source's name is that of a built-in model."""
+    return _named(name) is not None
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
