@@ -50,11 +50,12 @@ class Counting:
 
 
 class Running:
-    def __init__(self, key=None, queue=32, timeout=20.0, longest=200):
+    def __init__(self, key=None, queue=32, timeout=20.0, longest=200, *, vocabulary=None, executor=None):
         tokenizer = Tokenizer(WordLevel(WORDS, unk_token="w0"))  # noqa: S106 -- no secret
         tokenizer.pre_tokenizer = WhitespaceSplit()
-        vocabulary = Vocabulary(tokenizer, frozenset([50]), {"bos_token": "", "eos_token": "<end>"}, TEMPLATE)
-        self.executor, self.metrics = Counting(), Metrics()
+        words = Vocabulary(tokenizer, frozenset([50]), {"bos_token": "", "eos_token": "<end>"}, TEMPLATE)
+        vocabulary = vocabulary or words
+        self.executor, self.metrics = executor or Counting(), Metrics()
         self.engine = Engine(
             Scheduling(max_batch=8, prefix_cache=True), 200, self.executor, block_tokens=4, watcher=self.metrics
         )

@@ -58,6 +58,7 @@ class JaxExecutor:
         longest: tokens of the longest request.
         progress: told a line now and then.
         buckets: sizes of steps; None: `plan_buckets`.
+        constrained: whether outputs may have to keep to something.
     """
 
     def __init__(
@@ -69,13 +70,15 @@ class JaxExecutor:
         progress: Callable[[str], None] = lambda _: None,
         *,
         buckets: Sequence[Bucket] | None = None,
+        constrained: bool = False,
     ) -> None:
-        self.model, self.weights, self.longest = model, weights, longest
+        self.model, self.weights, self.longest, self.constrained = model, weights, longest, constrained
         self.sequence_pages = -(-longest // model.page_tokens)
         self.buckets = list(buckets or plan_buckets(scheduling, longest))
         self._steps: dict[Bucket, Any] = {}
         self._greedy: dict[int, Any] = {}
-        self._sample: dict[tuple[int, int], Any] = {}
+        self._sample: dict[tuple[int, int, bool], Any] = {}
+        self._words = -(-int(model.abstract_logits(1).shape[-1]) // 32)
         for number, bucket in enumerate(self.buckets, 1):
             progress(f"compiling step {number} of {len(self.buckets)}")
             self._steps[bucket] = model.compile(bucket, self.sequence_pages)
@@ -87,11 +90,12 @@ class JaxExecutor:
     def _compile_sampling(self, rows: int) -> None:
         logits = self.model.abstract_logits(rows)
         self._greedy[rows] = jax.jit(greedy).lower(logits).compile()
-        for length in (1, self.longest):
+        allowed = jax.ShapeDtypeStruct((rows, self._words), np.uint32)
+        for length, bits in ((1, None), (self.longest, None), (self.longest, allowed))[: 2 + self.constrained]:
             seen = jax.ShapeDtypeStruct((rows, length), np.int32)
             produced = jax.ShapeDtypeStruct((rows, length), np.bool_)
-            lowered = compiled.lower(length, logits, SamplingArrays.abstract(rows), seen, produced)
-            self._sample[rows, length] = lowered.compile()
+            lowered = compiled.lower(length, logits, SamplingArrays.abstract(rows), seen, produced, bits)
+            self._sample[rows, length, bits is not None] = lowered.compile()
 
     @staticmethod
     def filled(tokens: int) -> int:
@@ -113,7 +117,7 @@ class JaxExecutor:
         if not asking:
             jax.block_until_ready(logits)
             return []
-        if all(request.sampling.plain for request in asking):
+        if all(request.sampling.plain and request.constraint is None for request in asking):
             ids = np.asarray(self._greedy[bucket.logits](logits)).tolist()
             return [Token(token) for token in ids[: len(asking)]]
         return self._sampled(logits, asking, bucket.logits)
@@ -147,15 +151,29 @@ class JaxExecutor:
         wanted[: len(last)] = last
         return StepArrays(tokens, positions, pages, decode_tables, prefill_tables, wanted)
 
+    def _allowed(self, asking: Sequence[EngineRequest], rows: int) -> Any:
+        """Bits of the tokens that each row may take; None where nothing is constrained."""
+        own = [(place, r.constraint) for place, r in enumerate(asking) if r.constraint is not None]
+        if not own:
+            return None
+        assert self.constrained, "refused before: outputs that must keep to something"
+        allowed = np.full((rows, self._words), 0xFFFFFFFF, np.uint32)
+        for place, constraint in own:
+            allowed[place] = constraint.bits(self._words)
+        return allowed
+
     def _sampled(self, logits: Any, asking: Sequence[EngineRequest], rows: int) -> list[Token]:
         how = _sampling(asking, rows)
-        length = self.longest if any(request.sampling.penalised for request in asking) else 1
+        allowed = self._allowed(asking, rows)
+        whole = allowed is not None or any(request.sampling.penalised for request in asking)
+        length = self.longest if whole else 1
         seen, produced = np.full((rows, length), -1, np.int32), np.zeros((rows, length), np.bool_)
         if length > 1:
             for place, request in enumerate(asking):
                 seen[place, : len(request.tokens)] = request.tokens
                 produced[place, request.prompt : len(request.tokens)] = True
-        made = jax.device_get(self._sample[rows, length](logits, how, seen, produced))
+        program = self._sample[rows, length, allowed is not None]
+        made = jax.device_get(program(logits, how, seen, produced, allowed))
         out = []
         for place, request in enumerate(asking):
             count = request.sampling.logprobs

@@ -16,6 +16,7 @@ import jax
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, InfeasibleError, LayoutError
 from meshwise.core.units import format_bytes
+from meshwise.engine.constraints import is_installed
 from meshwise.engine.executor import JaxExecutor
 from meshwise.models import Model
 from meshwise.runtime.devices import find_devices, software_of
@@ -130,7 +131,7 @@ def launch(
             made = LayeredModel.of(made)
         progress("reading weights")
         values = made.initial_weights(seed) if published is None else made.load(published)
-        executor = JaxExecutor(made, values, scheduling, longest, progress)
+        executor = JaxExecutor(made, values, scheduling, longest, progress, constrained=is_installed())
     hardware = f"{len(devices):,} x {devices[0].device_kind}"
     return Launched(executor, scheduling, blocks, longest, hardware, software_of(devices[0]), chosen)
 

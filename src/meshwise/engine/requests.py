@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.scheduling import Path, Request, block_path
@@ -61,6 +61,18 @@ class Token(NamedTuple):
     likely: tuple[tuple[int, float], ...] = ()
 
 
+class Keeping(Protocol):
+    """What an output must keep to, in the engine's thread."""
+
+    def bits(self, words: int) -> Any:
+        """A bit a token, set where it may come next: uint32 [words]."""
+        ...
+
+    def take(self, token: int) -> str | None:
+        """Take the token that came; the reason, where the output ends with it."""
+        ...
+
+
 class Sink(Protocol):
     """Who hears of a request's tokens, in the engine's thread."""
 
@@ -107,6 +119,7 @@ class EngineRequest(Request):
         sink: who hears of it.
         block_tokens: of the engine's cache.
         salt: only requests of the same salt share what is cached.
+        constraint: what its output must keep to; None: nothing.
 
     Attributes:
         tokens: of the prompt, and of the output as it comes.
@@ -114,7 +127,18 @@ class EngineRequest(Request):
         times: when it came, was first worked on, gave its first token, and was done; seconds of the engine's clock.
     """
 
-    __slots__ = ("block_tokens", "max_tokens", "reason", "salt", "sampling", "sink", "stops", "times", "tokens")
+    __slots__ = (
+        "block_tokens",
+        "constraint",
+        "max_tokens",
+        "reason",
+        "salt",
+        "sampling",
+        "sink",
+        "stops",
+        "times",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -126,6 +150,7 @@ class EngineRequest(Request):
         stops: frozenset[int] = frozenset(),
         block_tokens: int = 16,
         salt: bytes = b"",
+        constraint: Keeping | None = None,
     ) -> None:
         if not prompt_tokens:
             raise MeshwiseError("a request needs at least one token of a prompt, found none")
@@ -135,7 +160,7 @@ class EngineRequest(Request):
         self.block_tokens, self.salt = block_tokens, salt
         super().__init__(-1, len(self.tokens), self._path(len(self.tokens)))
         self.max_tokens, self.sink, self.stops = max_tokens, sink, stops
-        self.sampling = sampling or Sampling()
+        self.sampling, self.constraint = sampling or Sampling(), constraint
         self.reason: str | None = None
         self.times: dict[str, float] = {}
 
@@ -154,8 +179,11 @@ class EngineRequest(Request):
     def take(self, token: Token) -> str | None:
         """Take its next token; the reason, where the output ends with it."""
         self.tokens.append(token.id)
-        if token.id in self.stops:
-            return "stop"
+        kept = None if self.constraint is None else self.constraint.take(token.id)
+        if kept == "error" or token.id in self.stops:
+            return kept or "stop"
         if self.sink.token(token):
             return "stop"
+        if kept is not None:
+            return kept
         return "length" if self.made >= self.max_tokens else None

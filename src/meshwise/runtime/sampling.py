@@ -64,7 +64,9 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def sample(logits: jax.Array, how: SamplingArrays, seen: jax.Array, produced: jax.Array) -> Sampled:
+def sample(
+    logits: jax.Array, how: SamplingArrays, seen: jax.Array, produced: jax.Array, allowed: jax.Array | None = None
+) -> Sampled:
     """Sample a token for each row.
 
     Args:
@@ -72,11 +74,16 @@ def sample(logits: jax.Array, how: SamplingArrays, seen: jax.Array, produced: ja
         how: see there.
         seen: tokens of the row's prompt and output; below 0: none [rows, length].
         produced: which of them are its output [rows, length].
+        allowed: a bit a token, set where it may be sampled: uint32 [rows, V / 32, rounded up]; None: all may.
 
     Returns: tokens and logprobs.
     """
     plain = jax.nn.log_softmax(logits, axis=-1)
     scores = _penalised(logits, how, seen, produced)
+    if allowed is not None:
+        places = jnp.arange(logits.shape[-1])
+        bits = allowed[:, places // 32] >> (places % 32).astype(jnp.uint32)
+        scores = jnp.where(bits & 1 == 1, scores, -jnp.inf)
     warm = scores / jnp.where(how.temperature > 0, how.temperature, 1.0)[:, None]
     drawn = _draw(jnp.where(_allowed(warm, how), warm, -jnp.inf), how)
     tokens = jnp.where(how.temperature > 0, drawn, greedy(scores))
@@ -144,7 +151,14 @@ def _draw(scores: jax.Array, how: SamplingArrays) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def compiled(length: int, logits: jax.Array, how: SamplingArrays, seen: jax.Array, produced: jax.Array) -> Sampled:
+def compiled(  # noqa: PLR0917 -- as `sample`
+    length: int,
+    logits: jax.Array,
+    how: SamplingArrays,
+    seen: jax.Array,
+    produced: jax.Array,
+    allowed: jax.Array | None = None,
+) -> Sampled:
     """`sample`, jitted; `length` is that of `seen`."""
     assert seen.shape[1] == length, "one program a length"
-    return sample(logits, how, seen, produced)
+    return sample(logits, how, seen, produced, allowed)

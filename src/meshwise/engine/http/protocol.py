@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from meshwise.engine.requests import Sampling
 from meshwise.runtime.limits import MOST_LOGPROBS
@@ -57,10 +57,33 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class ResponseFormat(_Strict):
-    """The form of an answer."""
+class JsonSchema(_Strict):
+    """A schema that an answer keeps to."""
 
-    type: Literal["text"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    name: Annotated[str, Field(max_length=256)] = ""
+    description: Annotated[str, Field(max_length=2**16)] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """The form of an answer: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_is_one(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(f"expected json_schema with type json_schema and nowhere else, found type {self.type}")
+        return self
+
+    @property
+    def schema_of(self) -> Mapping[str, Any] | None:
+        """What an answer keeps to; None: nothing."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class Generation(_Strict):
@@ -96,6 +119,11 @@ class Generation(_Strict):
     def choices(self) -> int:
         """Answers to each prompt."""
         return self.n or 1
+
+    @property
+    def schema_of_answer(self) -> Mapping[str, Any] | None:
+        """The JSON schema that answers keep to; None: any text."""
+        return None
 
     @property
     @abstractmethod
@@ -184,6 +212,11 @@ class Chat(Generation):
     def alternatives(self) -> int | None:
         """As in `Generation`."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def schema_of_answer(self) -> Mapping[str, Any] | None:
+        """As in `Generation`."""
+        return None if self.response_format is None else self.response_format.schema_of
 
     @property
     def limit(self) -> int | None:

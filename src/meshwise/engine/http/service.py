@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from meshwise.engine.constraints import Constraint, Constraints
 from meshwise.engine.engine import Engine
 from meshwise.engine.http.metrics import Metrics
 from meshwise.engine.http.protocol import Generation, HttpError
@@ -55,6 +56,7 @@ class Service:
 
     def __init__(self, engine: Engine, vocabulary: Vocabulary, settings: Settings, metrics: Metrics) -> None:
         self.engine, self.vocabulary, self.settings, self.metrics = engine, vocabulary, settings, metrics
+        self.constraints = Constraints(vocabulary, settings.vocabulary or 0)
         self.draining = False
         self.active = 0
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -125,10 +127,12 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the endpoint is gone
                 loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
 
+        kept = await self._constraints(asked, outputs)
         requests = []
         for place, (tokens, limit) in enumerate(zip(prompts, limits, strict=True)):
             for choice in range(asked.choices):
-                requests.append(self._request(asked, tokens, limit, place * asked.choices + choice, send))  # noqa: PERF401
+                index = place * asked.choices + choice
+                requests.append(self._request(asked, tokens, limit, index, send=send, constraint=kept[index]))
         self.active += outputs
         try:
             for request in requests:
@@ -140,7 +144,29 @@ class Service:
                 if request.reason is None:
                     self.engine.cancel(request)
 
-    def _request(self, asked: Generation, tokens: Sequence[int], limit: int, index: int, send: Sender) -> EngineRequest:
+    async def _constraints(self, asked: Generation, outputs: int) -> Sequence[Constraint | None]:
+        """What each output must keep to.
+
+        Raises:
+            MeshwiseError: a schema that cannot be kept to, or nothing to keep to it with.
+        """
+        schema = asked.schema_of_answer
+        if schema is None:
+            return [None] * outputs
+        if asked.ignore_eos:
+            raise HttpError(400, "ignore_eos: an answer in JSON ends where it is whole; leave it out", "ignore_eos")
+        return await asyncio.to_thread(lambda: [self.constraints.of_schema(schema) for _ in range(outputs)])
+
+    def _request(
+        self,
+        asked: Generation,
+        tokens: Sequence[int],
+        limit: int,
+        index: int,
+        *,
+        send: Sender,
+        constraint: Constraint | None,
+    ) -> EngineRequest:
         sink = TextSink(self.vocabulary, tokens, asked.stops, lambda piece: send(index, piece))
         seed = secrets.randbits(32) if asked.seed is None else asked.seed + index  # each choice another answer
         return EngineRequest(
@@ -150,6 +176,7 @@ class Service:
             sampling=asked.sampling(seed),
             stops=frozenset() if asked.ignore_eos else self.vocabulary.stops,
             block_tokens=self.engine.cache.pages.block_tokens,
+            constraint=constraint,
             salt=b"" if asked.cache_salt is None else f"{len(asked.cache_salt)}:{asked.cache_salt}".encode(),
         )
 
