@@ -3,6 +3,7 @@
 `everything` lists the layouts from their definitions and shares with the search only the evaluator.
 """
 
+import importlib
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -38,8 +39,16 @@ from tests.costs.small_problems import (
 )
 from tests.search.everything import KIND, all_places, everything
 
+search_module = importlib.import_module("meshwise.search.search")  # the package has a function of that name
+
 TOP = 6
 EXACT = {"rel": 1e-12, "abs": 0}
+
+
+@pytest.fixture(autouse=True)
+def bounded(monkeypatch):
+    """Bounds are tested on few layouts, too, which would else all be priced."""
+    monkeypatch.setattr(search_module, "_FEW", 0)
 
 
 def problem_on(cluster, *, sequences=8, seq_len=1024, hbm=None, model=None, changes=None, **sizes):
@@ -348,6 +357,21 @@ def test_what_is_fixed_is_kept(fixed):
     found = searched(problem, fixed=fixed, remat=("none", "full"), zero=(1,), schedule=("1f1b", "zb-h1"))
     check(found)
     assert all(f.layout.sizes[a] == n for f in found.result.best for a, n in fixed.items())
+
+
+@pytest.mark.parametrize("fixed", [{"tensor": 2, "fsdp": 4}, {"stage": 4, "data": 2}])
+def test_few_layouts_are_all_priced_with_the_same_end(monkeypatch, fixed):
+    for on, share in (("h100:8", 1.0), ("v5e:2x4", 1.0), ("h100:8", 0.001)):
+        p = large(on)
+        space = SearchSpace(training_limits(p, fixed), memory_share=share)
+        bounded_one = search(p, [p.network], space, top=3)
+        monkeypatch.setattr(search_module, "_FEW", 10**6)
+        priced = search(p, [p.network], space, top=3)
+        monkeypatch.setattr(search_module, "_FEW", 0)
+        assert priced.best == bounded_one.best
+        assert priced.strategies == bounded_one.strategies
+        assert priced.least_memory == pytest.approx(bounded_one.least_memory) or priced.best
+        assert bool(priced.best) == (share == 1.0)
 
 
 def test_given_cuts_and_policies_are_kept():

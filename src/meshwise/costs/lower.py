@@ -83,7 +83,8 @@ class Lowered:
         key = number, choices, rest
         if key not in self._training_blocks:
             named = replace(block, name=f"{block.name} (all kept)") if rest else block
-            placed = place_block(named, choices.strategy, remat_policy(choices.remat))
+            once = _placed_once(replace(named, repeat=1), choices.strategy, choices.remat)
+            placed = replace(once, block=named)
             self._training_blocks[key] = LoweredTrainingBlock(placed, self, rest)
         return self._training_blocks[key]
 
@@ -262,6 +263,12 @@ class LoweredServingBlock(LoweredBlock):
             for h in held
             if h.tensor.kind in (Kind.ACTIVATION, Kind.INDEX)
         )
+
+
+@lru_cache(maxsize=256)
+def _placed_once(block: Block, strategy: Strategy, remat: str) -> PlacedBlock:
+    """One copy of a block; models of other sizes have the same."""
+    return place_block(block, strategy, remat_policy(remat))
 
 
 @lru_cache(maxsize=64)

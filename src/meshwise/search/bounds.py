@@ -248,6 +248,16 @@ class Bounds:
         away = any("activations" in o for o in self.network.offloads)
         return np.broadcast_to(memory_floor(held, ends, hbm, offloaded=away, state=state), len(key))
 
+    def all_groups(self) -> Groups:
+        """All groups that can run, whether they fit or not, without bounds."""
+        found = []
+        for v, keys in enumerate(self.keys):
+            for s in range(len(self.network.schedules)):
+                mine = keys[self.pipeline(s)[1][self.pipe[keys]]]
+                none = np.zeros(len(mine))
+                found.append(Groups(none, none, mine, np.full(len(mine), v), np.full(len(mine), s)))
+        return Groups.joined(found)
+
     def by_memory(self) -> Groups:
         """All groups that can run, whether they fit or not; those whose activations need least come first."""
         variant = np.repeat(np.arange(len(self.keys)), [len(keys) for keys in self.keys])

@@ -56,7 +56,8 @@ class SearchedNetwork:
         self.sizes = local.numbers(table.sizes)  # of each of the table's sizes in `local`
         self.choices = tuple(stored for variant in self.variants for stored in variant.stored)
         self.variant_of = np.repeat(np.arange(len(self.variants)), [len(v.stored) for v in self.variants])
-        self.schedules = possible_schedules(local.tools, self.asked.variants)
+        schedules = possible_schedules(local.tools, self.asked.variants)
+        self.schedules = schedules if table.axis("stage").max(initial=1) > 1 else schedules[:1]  # one stage has one
         self.masks = ToolMasks(local.tools, table) if local.tools else None
         has_host = self.problem.cluster.chip.host_memory is not None
         self.offloads = tuple(parts for parts in self.asked.offload if has_host or not parts)

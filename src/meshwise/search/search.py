@@ -39,6 +39,9 @@ _POOL = 2048  # candidates that wait with a bound until the best of them are pri
 #: a go takes time for each of the layout choices that its candidates have, however few.
 _GO, _GROWTH = 64, 8
 
+#: So few layouts are all priced: their bounds would take longer.
+_FEW = 512
+
 #: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
 _LARGE = 1 << 17
 
@@ -112,7 +115,10 @@ class NetworkSearch:
     def run(self) -> None:
         """Search: a first look at the plainest schedule gives a cut, which rules most other schedules out."""
         bounds, every = self.pricing.bounds, range(len(self.network.schedules))
-        self.state.strategies += bounds.examined(every)
+        self.state.strategies += (number := bounds.examined(every))
+        if number <= _FEW and not self.for_front:
+            self.price_all()
+            return
         if math.isinf(self.state.ranking.cut):
             self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
         left = self.rank(bounds.groups(every, self.matters))
@@ -122,6 +128,13 @@ class NetworkSearch:
         self.state.here = math.inf  # the front is not what is ranked
         if self.for_front:
             self.find_front(left)
+
+    def price_all(self) -> None:
+        """Price every layout: so few take no longer than their bounds."""
+        fitting = self._fitting(self.pricing.bounds.members_of(self.pricing.bounds.all_groups()))
+        self.state.priced += len(fitting)
+        self.expand(fitting)
+        self.state.here = math.inf
 
     def below_cut(self, seconds_per_token: Array) -> Mask:
         """Which bounds still allow a place in the ranking (a tie may win it by its memory)."""
@@ -236,7 +249,8 @@ class NetworkSearch:
         state, seconds = self.state, time.monotonic() - self.started
         left = f", at most {format_time(seconds / self.share - seconds)} left" if self.share else ""
         looked = f"{self.share:.0%} of {state.strategies:,} layouts{left}{state.ranking.words()}"
-        known = f"best possible within {format_percent(state.gap)}, still proving; " if state.ranking.best else ""
+        gap = state.gap
+        known = f"best possible within {format_percent(gap)}, still proving; " if gap < 1 else ""
         state.progress(f"searching {self.chips:,.0f} chips: {known}{looked}")
 
     def _price(self, batch: CandidateBatch, beyond: float = 0.0) -> None:
@@ -403,10 +417,10 @@ def search(
     keep_freed_memory()
     local = LocalTables(problem, space.choices, space.tools)
     state = SearchState(objective, top, space.seconds_on, progress, until)
-    ideal = ideal_chip_seconds_per_token(problem, space.choices)
     interrupted_on = 0
     limited = math.isfinite(space.seconds_on(1.0))
     networks = [(fabric, math.prod(fabric.sizes)) for fabric in fabrics]
+    ideal = ideal_chip_seconds_per_token(problem, space.choices) if len(networks) > 1 else 0.0  # what may be skipped
     least = [float(state.score(ideal / chips, chips)) for _, chips in networks]
     try:
         for i, (fabric, chips) in enumerate(networks):
