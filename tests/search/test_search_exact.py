@@ -374,6 +374,16 @@ def test_few_layouts_are_all_priced_with_the_same_end(monkeypatch, fixed):
         assert bool(priced.best) == (share == 1.0)
 
 
+def test_layouts_of_few_axes_first_change_nothing_but_the_way(monkeypatch):
+    p = large("h100:8")
+    space = SearchSpace(training_limits(p))
+    plain = search(p, [p.network], space, top=3)
+    monkeypatch.setattr(search_module, "_MANY_CHIPS", 2)
+    simple_first = search(p, [p.network], space, top=3)
+    assert simple_first.best == plain.best
+    assert (simple_first.strategies, simple_first.complete) == (plain.strategies, True)
+
+
 def test_given_cuts_and_policies_are_kept():
     problem = problem_on(parse_cluster("v5e:4x4"), width=1024, hidden=4096, layers=2, sequences=16)
     fabric = Fabric.of(problem.cluster)

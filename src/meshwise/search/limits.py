@@ -15,11 +15,12 @@ from meshwise.core.units import format_bytes, format_count, format_duration, for
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.jobs import TrainingJob
+from meshwise.search.asked import COUNTS, SearchResult, SearchSpace
 from meshwise.search.baselines import Baseline
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
-from meshwise.search.search import COUNTS, SearchResult, SearchSpace, search
+from meshwise.search.search import search
 from meshwise.search.space import parts_up_to, shrunken
 from meshwise.sharding.layout import LayoutRequest
 

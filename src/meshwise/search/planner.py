@@ -21,6 +21,7 @@ from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, fills
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
+from meshwise.search.asked import OBJECTIVES, SearchResult, SearchSpace
 from meshwise.search.baselines import Baseline, baselines, variations
 from meshwise.search.bounds import ideal_chip_seconds_per_token
 from meshwise.search.candidates import Choices, batch_cuts
@@ -29,7 +30,7 @@ from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, 
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
 from meshwise.search.reasons import winner_reasons
-from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
+from meshwise.search.search import search
 from meshwise.search.space import Limits, parts_of
 from meshwise.search.tools import Tool
 from meshwise.search.until import OutOfTime

@@ -13,7 +13,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,13 +21,13 @@ from meshwise.core.units import format_percent, format_time
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
+from meshwise.search.asked import COUNTS, SearchResult, SearchSpace
 from meshwise.search.bounds import CHUNK, Groups, ideal_chip_seconds_per_token
-from meshwise.search.candidates import Array, CandidateBatch, Choices, Mask, candidate_table
+from meshwise.search.candidates import Array, CandidateBatch, Mask, candidate_table
 from meshwise.search.network import LocalTables, SearchedNetwork, keep_freed_memory
 from meshwise.search.pricing import Priced, Pricing
-from meshwise.search.ranking import Found, Front, Ranking, best_of_kinds, kinds_of
-from meshwise.search.space import Limits, meshes
-from meshwise.search.tools import Tool
+from meshwise.search.ranking import Front, Ranking, best_of_kinds, kinds_of
+from meshwise.search.space import meshes
 from meshwise.search.until import Until
 
 #: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
@@ -41,6 +41,9 @@ _GO, _GROWTH = 64, 8
 
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 512
+
+#: Chips from which on layouts of few axes are searched first: how many, and whether with usual choices alone.
+_MANY_CHIPS, _SIMPLE = 16384, ((3, True), (3, False), (4, True))
 
 #: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
 _LARGE = 1 << 17
@@ -315,77 +318,6 @@ class NetworkSearch:
         return batch.where((batch.bound < front.reach) & ~front.dominated(batch.bound, batch.memory))
 
 
-#: What is minimised: seconds per token, or these times chips.
-OBJECTIVES = ("time", "cost")
-
-#: What a search counts; see `SearchResult`.
-COUNTS = ("strategies", "priced", "covered", "infeasible")
-
-
-@dataclass(frozen=True, slots=True)
-class SearchSpace:
-    """What is searched.
-
-    Args:
-        limits: of the meshes.
-        choices: what is tried besides sizes.
-        micro_batch, num_microbatches: what the user fixed, or None.
-        memory_share: share of a chip's HBM that a layout may fill (infinite: whatever it needs).
-        front: whether to find the front of time against memory, too, which takes several times as long.
-        tools: of which one at least has to take a plan; none for any plan.
-        most_seconds, most_chip_seconds: per token, of what may enter the ranking; infinite for any.
-        leanest: whether to find the least memory of all layouts where nothing fits.
-    """
-
-    limits: Limits
-    choices: Choices = field(default_factory=Choices)
-    micro_batch: int | None = None
-    num_microbatches: int | None = None
-    memory_share: float = 1.0
-    front: bool = False
-    tools: tuple[Tool, ...] = ()
-    most_seconds: float = math.inf
-    most_chip_seconds: float = math.inf
-    leanest: bool = True
-
-    def seconds_on(self, chips: float) -> float:
-        """Seconds per token that a plan on so many chips may take."""
-        return min(self.most_seconds, self.most_chip_seconds / chips)
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """What a search found.
-
-    Args:
-        best: best layout of each of the best kinds (sizes of all axes but data and fsdp on so many chips), best first.
-        front: layouts on the first network that no other undercuts in both time per token and memory, fastest first;
-            none slower than FRONT_SPAN times the fastest. Empty unless asked for.
-        strategies: layouts examined, wires aside: ruled out by a bound that holds for them (what activations alone take
-            in memory or in time), or priced.
-        priced: layouts priced in full, in time and memory.
-        covered: complete layouts of the rows that were laid out on the network, counting placements that another beats.
-        infeasible: layouts that did not fit in memory.
-        least_memory: smallest memory of any layout that was looked at, bytes; of any there is where nothing fits.
-        cpu_s: CPU seconds spent.
-        complete: whether nothing was left out because the search was interrupted, or its time was up.
-        interrupted_on: chips of the network that was being searched then, 0 for none.
-        gap: share by which the score of the best may still be from the optimum; 0 where it is proved.
-    """
-
-    best: tuple[Found, ...]
-    front: tuple[Found, ...]
-    strategies: int
-    priced: int
-    covered: int
-    infeasible: int
-    least_memory: float
-    cpu_s: float
-    complete: bool = True
-    interrupted_on: int = 0
-    gap: float = 0.0
-
-
 def search(
     problem: TrainingProblem,
     fabrics: Iterable[Fabric],
@@ -430,6 +362,8 @@ def search(
             if least[i] < state.ranking.cut and ideal / chips <= space.seconds_on(chips):
                 if space.front:
                     state.front_on = state.front_on or fabric
+                elif chips >= _MANY_CHIPS:
+                    _search_simple(state, problem, space, fabric)
                 _search_fabric(state, local, space, fabric)
     except KeyboardInterrupt:
         if not state.ranking.best:
@@ -444,6 +378,17 @@ def search(
         interrupted_on=interrupted_on,
         gap=state.gap if interrupted_on else 0.0,
     )
+
+
+def _search_simple(state: SearchState, problem: TrainingProblem, space: SearchSpace, fabric: Fabric) -> None:
+    """Search layouts of few axes on a large network: a cut near the end's spares the bounds of most others."""
+    counts = {name: getattr(state, name) for name in (*COUNTS, "least_memory")}
+    for axes, usual in _SIMPLE:
+        limits, choices = replace(space.limits, most_axes=axes), space.choices.usual if usual else space.choices
+        few = replace(space, limits=limits, choices=choices, leanest=False)
+        _search_fabric(state, LocalTables(problem, choices, space.tools), few, fabric)
+    for name, value in counts.items():  # they come again
+        setattr(state, name, value)
 
 
 def _search_fabric(state: SearchState, local: LocalTables, space: SearchSpace, fabric: Fabric) -> None:

@@ -18,10 +18,11 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import Cluster, Torus
 from meshwise.jobs import TrainingJob
+from meshwise.search.asked import SearchResult
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
 from meshwise.search.planner import PlanResult, asked_spaces, nothing_in_time, plan_training
-from meshwise.search.search import SearchResult, search
+from meshwise.search.search import search
 from meshwise.search.space import whole_parts_of
 
 #: Strong scaling ends where more chips give less than this share of the speed that they could add.
