@@ -111,6 +111,35 @@ def test_every_option_is_one_of_the_version(case, engine, ran):
         assert not used - known
 
 
+#: Commands of which the types of options are known, from the sources that the table of names says.
+TYPES = {
+    command: table["types"]
+    for command, table in json.loads((DATA / "known_options.json").read_text(encoding="utf-8")).items()
+    if "types" in table
+}
+
+
+def hold_type(kind, values):
+    """Hold that what follows an option is one value of its type, or nothing for a flag."""
+    assert len(values) == (kind != "flag")
+    if isinstance(kind, list):
+        assert values[0] in kind
+    elif kind in {"int", "float", "json"}:
+        {"int": int, "float": float, "json": json.loads}[kind](*values)
+
+
+@pytest.mark.parametrize(("case", "engine"), [(c, e) for c, e in SERVED if e in {"vllm", "sglang"}])
+def test_every_value_has_the_type_of_its_option(case, engine, ran):
+    _, done = handed(case, engine)
+    held = 0
+    for name in functions(done.text):
+        command, words = command_of(ran(done.text, name)[0])
+        for flag, values in options_of(words).items() if command in TYPES else ():
+            hold_type(TYPES[command][flag], values)
+            held += 1
+    assert held > 8
+
+
 def number(read, flag, default=1):
     return int(read[flag][0]) if flag in read else default
 

@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+import meshwise
 from meshwise.core.errors import InfeasibleError, LayoutError, UnknownNameError
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import ServingProblem
@@ -201,6 +202,11 @@ def test_a_rate_is_served_with_few_chips():
 def test_what_is_impossible_says_what_would_work(model, on, constraints, said):
     with pytest.raises(InfeasibleError, match=said):
         plan_serving(problem(model, on), constraints=constraints)
+
+
+def test_the_leanest_is_of_the_layouts_that_a_tool_takes():
+    with pytest.raises(InfeasibleError, match=r"jetstream takes holds .* in the 16 GiB .* the leanest needs 17\.7 GiB"):
+        meshwise.plan_serve("llama-2-70b", on="v5e:4x8", prompt=1024, output=128, tool="jetstream")
 
 
 def test_axes_that_do_not_exist_cannot_be_forbidden():

@@ -220,14 +220,23 @@ def _paired(tables: Tables, constraints: ServingConstraints, until: Until) -> tu
     if not complete and not sum(map(len, found)):
         raise until.interruption
     if not sum(map(len, found)):
-        each = [float((t.weights + t.cache + t.activations + t.workspace).min()) + tables.reserve for t in tables.both]
-        needed = max(*each, least if math.isfinite(least) else 0.0)
+        needed = max(_leanest(tables, constraints), least if math.isfinite(least) else 0.0)
         raise InfeasibleError(
             f"nothing fits: no layout{_for_tools(constraints)} holds {problem.model.name} and one request in the "
             f"{format_bytes(chip.hbm_usable)} of each {chip.title}; the leanest needs {format_bytes(needed)}; use more "
             "chips, narrower formats (--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
         )
     return seen, Pairs.joined(found), complete
+
+
+def _leanest(tables: Tables, constraints: ServingConstraints) -> float:
+    """Bytes of the leanest engines for both steps, of those that some tool takes if tools are asked for."""
+    kinds = {"aggregated": ("serve", "serve"), "disaggregated": ("prefill", "decode")}
+    asked = [kinds[mode] for mode in kinds if constraints.mode in (None, mode)]
+    taken = [_taken(tool, tables, pair)[1].both for tool in constraints.tools for pair in asked]
+    found = [both for both in taken if all(len(t.batch) for t in both)] or [tables.both]
+    each = (max(float((t.weights + t.cache + t.activations + t.workspace).min()) for t in both) for both in found)
+    return min(each) + tables.reserve
 
 
 def _pair_up(tables: Tables, constraints: ServingConstraints) -> Iterator[Pairs]:
