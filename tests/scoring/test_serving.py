@@ -137,6 +137,19 @@ def test_modes_say_when_requests_start(mode, concurrency, static):
     assert row(serving_mode=mode, concurrency=concurrency).is_static is not static
 
 
+@pytest.mark.parametrize("notes", ["no MTP", "w/o speculative decoding", "MTP off", "without draft tokens", "eager"])
+def test_drafts_that_are_denied_are_none(notes):
+    assert predicted(notes=notes).expected == predicted().expected
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["closed loop, after warm-up", "Poisson arrivals", "burst", "request rate 4 req/s, chunked prefill", "open loop"],
+)
+def test_how_requests_came_does_not_matter_where_it_is_said_how_many_were_under_way(mode):
+    assert predicted(serving_mode=mode).expected == predicted().expected
+
+
 def test_a_mode_says_how_weights_are_shared_on_any_chip():
     layouts = build_serving_scenario(row(serving_mode="static batch, 2D weight-stationary"), "operations").candidates
     assert {x.decode.width for x in layouts} == {1, 2}
@@ -178,6 +191,8 @@ def test_formats(cells, precision):
         ({"output_len": "0"}, "output_len is blank or 0"),
         ({"batch": "", "concurrency": ""}, "batch and concurrency are blank"),
         ({"chip": "h1000"}, "h1000"),
+        ({"notes": "MTP with 3 draft tokens"}, "tokens were drafted and checked (mtp)"),
+        ({"engine": "sglang (EAGLE-3)"}, "tokens were drafted and checked (eagle"),
         ({"serving_mode": "disaggregated"}, "serving_mode 'disaggregated' is not understood; expected static batch"),
         ({"serving_mode": "static batch, chunked"}, "is not understood ('chunked'); expected static batch"),
         ({"serving_mode": "static batch, continuous batching"}, "says two things at once"),

@@ -187,14 +187,18 @@ Sharing = Literal["both ways", "gathered"]
 _PHRASES: tuple[tuple[str, tuple[bool | None, Sharing | None]], ...] = (
     (r"(?:offline )?(?:static batch(?:ing)?|single[ -]stream)", (True, None)),
     (r"(?:aggregated )?continuous(?: batching)?", (False, None)),
-    (r"(?:fixed|constant) concurrency|aggregated|offline", (None, None)),
+    (r"(?:fixed|constant) concurrency|aggregated|offline|online", (None, None)),
+    # How requests came, where `batch` or `concurrency` says how many were under way.
+    (r"(?:closed|open)[ -]loop|poisson(?: arrivals)?|bursts?(?: of requests)?", (False, None)),
+    (r"(?:request|arrival) rate(?: (?:of )?[\d.]+(?: ?(?:req(?:uest)?s?/s|qps|rps))?)?", (False, None)),
+    (r"(?:after |with |without |no )?warm[- ]?up|chunked prefills?|(?:no|without) prefix cach(?:e|ing)", (None, None)),
     (r"2d(?: weight[ -]stationary| partitioning)?", (None, "both ways")),
     (r"weight[ -]gathered", (None, "gathered")),
 )
 
 _MODES = (
-    "static batch, single stream or continuous batching, and of TPUs also 2D weight-stationary or weight-gathered, "
-    "with commas between"
+    "static batch, single stream, continuous batching, closed loop, Poisson arrivals or burst, and of TPUs also 2D "
+    "weight-stationary or weight-gathered, with commas between"
 )
 
 

@@ -6,6 +6,7 @@ Not here: reading rows (`reading`), and what is compared (`serving`).
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass
 
 from meshwise.core.errors import MeshwiseError
@@ -41,6 +42,7 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
     """
     if run.output_len in (None, 0) and run.steps != "prefill":
         raise MeshwiseError("output_len is blank or 0: how long a request is decides what its steps read; fill it in")
+    _check_drafts(run)
     model, of_model = model_of(run)
     cluster, of_cluster = cluster_of(run)
     precision, of_precision = _precision(run)
@@ -84,6 +86,27 @@ def _calibration(run: ServingRun, name: str, chip: Chip) -> Calibration:
 def _engine(run: ServingRun) -> str | None:
     """Name in `ENGINES` of what served a row; None where it is not known."""
     return first_match(_ENGINES, f"{run.engine} {run.software}".lower())
+
+
+#: Words for tokens that are drafted and then checked, several in one step; and what denies them, before or after.
+_DRAFTS = (
+    r"\bmtp\b|multi-?token prediction|\beagle\b|eagle-?\d|\bmedusa\b|speculati(?:ve|on)"
+    r"|draft (?:tokens?|models?)"
+)
+_DENIED = (
+    rf"\b(?:no|not|without|non|w/o)\b[ -]*(?:{_DRAFTS})"
+    rf"|(?:{_DRAFTS})[^,;.]{{0,12}}?\b(?:off|disabled|none|0)\b"
+)
+
+
+def _check_drafts(run: ServingRun) -> None:
+    """Refuse rows whose tokens were drafted: how many a step gives is not said."""
+    words = re.sub(_DENIED, "", f"{run.engine} {run.software} {run.serving_mode} {run.notes}".lower())
+    if found := re.search(_DRAFTS, words):
+        raise MeshwiseError(
+            f"tokens were drafted and checked ({found[0]}), several a step: how many were accepted decides the time, "
+            "which no column says; `meshwise simulate serve --speculate` takes it, and rows without are predicted"
+        )
 
 
 def _check_dies(run: ServingRun, chip: Chip) -> None:
