@@ -63,3 +63,12 @@ def test_a_tpu_program_that_runs_out_of_memory_is_refused_with_its_amounts(capsy
     assert "Does not fit: compiled for v5e:2x2" in said
     assert "RESOURCE_EXHAUSTED" in said
     assert "The compiler's own account" in said
+
+
+@pytest.mark.parametrize("on", ["v5e:1", "v6e:1x2"])
+def test_a_slice_smaller_than_a_host_is_compiled_for(on):
+    pytest.importorskip("libtpu")
+    layout = "remat=full" if on == "v5e:1" else "fsdp=2,remat=full"
+    found = verify("D=256 F=512 L=2 N=2 K=2 V=512", on=on, batch_tokens="1Ki", seq_len=128, layout=layout)
+    assert found.fits
+    assert found.group("memory")[0].compiled > 0

@@ -21,6 +21,9 @@ from meshwise.sharding.layout import Layout
         ("v5e:4x8", "tpu", "v5e:4x8", {}, 32),
         ("v6e:16x16", "tpu", "v6e:16x16", {}, 256),
         ("v5p:2x2x2*2", "tpu", "v5p:2x2x2", {"num_slices": 2}, 16),
+        ("v5e:1", "tpu", "v5e:1x1", {"chips_per_host_bounds": [1, 1, 1]}, 1),
+        ("v6e:1x2", "tpu", "v6e:1x2", {"chips_per_host_bounds": [1, 2, 1]}, 2),
+        ("v5p:1x1x1", "tpu", "v5p:1x1x1", {"chips_per_host_bounds": [1, 1, 1]}, 1),
     ],
 )
 def test_tpu_slices(cluster, platform, topology, options, number):

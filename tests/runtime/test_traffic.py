@@ -8,7 +8,8 @@ from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.hlo.rewrites import meant_collectives
 from meshwise.sharding.layout import Layout
-from tests.runtime.steps import dense, make
+from tests.runtime.steps import configured, dense, make
+from tests.runtime.test_models import MODELS
 
 pytestmark = pytest.mark.jax
 
@@ -70,3 +71,8 @@ def test_ulysses_exchanges_positions_for_heads_and_gathers_neither():
     # Forward, again in the backward pass, and gradients; of each, three parts of four come from others.
     assert received["all-to-all", ("ulysses",)] == LAYERS * 3 * own * 3 / 4
     assert not arrays["all-gather", ("ulysses",)]
+
+
+def test_routers_choose_for_a_devices_own_tokens_and_gather_no_scores():
+    arrays, _ = compiled({"data": 2, "expert": 4, "remat": "full"}, configured("gpt_oss", MODELS["gpt_oss"]))
+    assert not arrays["all-gather", ("data", "expert")]  # of the whole batch's scores, where top_k is the partitioner's

@@ -171,13 +171,31 @@ def _tpu(cluster: Cluster, torus: Torus, dimensions: Sequence[Dimension]) -> Tar
     shape = [d.size for d in dimensions if d.torus]
     slices = math.prod(d.size for d in dimensions if not d.torus)
     name = f"{chip.name}:{'x'.join(map(str, shape))}"
+    options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
     return Target(
         name=name if slices == 1 else f"{name}*{slices}",
         platform="tpu",
         topology=name,
-        options={} if slices == 1 else {"num_slices": slices},
+        options=options | _hosts(shape, chip.chips_per_host),
         num_devices=math.prod(shape) * slices,
     )
+
+
+#: Chips of a host, by dimension, unless the compiler is told otherwise.
+_HOST = (2, 2, 1)
+
+
+def _hosts(shape: Sequence[int], per_host: int) -> dict[str, list[int]]:
+    """The option that says which chips share a host, where slices are no whole hosts of the usual shape.
+
+    >>> _hosts([4, 4], 8), _hosts([1, 1], 8), _hosts([1, 16], 8)
+    ({}, {'chips_per_host_bounds': [1, 1, 1]}, {'chips_per_host_bounds': [1, 2, 1]})
+    """
+    sizes = [*shape, *[1] * (len(_HOST) - len(shape))]
+    if not any(size % usual for size, usual in zip(sizes, _HOST, strict=True)):
+        return {}
+    whole = math.prod(sizes) <= per_host
+    return {"chips_per_host_bounds": sizes if whole else [math.gcd(s, h) for s, h in zip(sizes, _HOST, strict=True)]}
 
 
 def _gpu(cluster: Cluster, fabric: Fabric) -> Target:

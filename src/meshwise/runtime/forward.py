@@ -121,7 +121,7 @@ class _Walk:
             return multiply(op, inputs[0], inputs[1], self.placement, splits)
         inputs = [plain(x) for x in inputs]
         if op.name == "top_k":
-            return self._choose(op, inputs)
+            return self._choose(op, inputs, splits)
         if isinstance(op, Elementwise):
             return elementwise(op, inputs, self.around)
         assert isinstance(op, Attention), f"refused before: {op.name}"
@@ -160,11 +160,20 @@ class _Walk:
         self.held[denominator.name] = Sharding.of(denominator.axes, splits)
         return out
 
-    def _choose(self, op: Op, inputs: list[jax.Array]) -> jax.Array:
-        """Weights of the chosen experts, whose numbers are remembered."""
-        correction = inputs[1] if len(inputs) > 1 else None
+    def _choose(self, op: Op, inputs: list[jax.Array], splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
+        """Weights of the chosen experts, whose numbers are remembered.
+
+        Each device chooses for its own tokens: asked for the largest of split scores, a partitioner gathers them all.
+        """
         top_k = int(self.around.sizes[op.output.axes[-1]])
-        gates, chosen = choose(inputs[0], correction, self.around.numerics.router, top_k)
+
+        def local(logits: jax.Array, *correction: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return choose(logits, correction[0] if correction else None, self.around.numerics.router, top_k)
+
+        reads = tuple(self.placement.spec(Sharding.of(t.axes, splits)) for t in op.inputs)
+        made = self.placement.spec(Sharding.of(op.output.axes, splits))
+        alone = self.placement.mesh.size == 1
+        gates, chosen = (local if alone else self.placement.local(local, reads, (made, made)))(*inputs)
         self.arrays[f"{op.output.name}.chosen"] = checkpoint_name(chosen, op.output.name)
         return gates
 
