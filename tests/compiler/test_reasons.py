@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwise.compiler.expected import Expected, ExpectedCollective
+import meshwise
+from meshwise.compiler.expected import Expected, ExpectedCollective, expect, slots_over_routed
 from meshwise.compiler.hlo.loops import Execution
 from meshwise.compiler.hlo.reader import Computation, Instruction
 from meshwise.compiler.hlo.rewrites import Meant
@@ -282,3 +283,30 @@ def test_single_small_arrays_beside_large_ones_have_a_name():
     assert reasons([wanted("all-gather", X, 100 * MB)], [large, found("all-gather", X, 0.02 * MB)]) == {
         "all-gather over x": {"unexplained": 0.02}
     }
+
+
+def test_slots_that_no_token_is_routed_to_are_sent_too():
+    (routed,) = [replace(wanted("all-to-all", X, 30 * MB, purpose="activations", tensors=("slots",)), slots=4.0)]
+    assert reasons([routed], [found("all-to-all", X, 118 * MB)]) == {"all-to-all over x": {"slots": 88.0}}
+    assert reasons([routed], [found("all-to-all", X, 125 * MB)]) == {
+        "all-to-all over x": {"slots": 90.0, "unexplained": 5.0}
+    }
+
+
+@pytest.mark.parametrize(
+    ("job", "layout", "slots"),
+    [
+        ({}, "expert=8", 4.0),  # eight experts, two of a token
+        ({"capacity_factor": 1.5}, "expert=8", 1.0),
+        ({}, "expert=8,expert_dispatch=ragged", 1.0),
+    ],
+)
+def test_experts_have_a_slot_for_every_token_where_none_may_be_dropped(job, layout, slots):
+    asked = {"on": "h100:8", "batch_tokens": "64Ki", "seq_len": 4096, "layout": f"{layout},remat=full", **job}
+    plan = meshwise.estimate_train("mixtral-8x7b", **asked).plans[0]
+    expected = expect(plan.problem, plan.fabric, plan.layout, plan.estimate.memory)
+    assert slots_over_routed(plan.problem, plan.layout) == slots
+    assert {name for _, name in expected.slots} >= ({"expert.up", "expert.down"} if slots > 1 else set())
+    sent = {c.slots for c in expected.collectives if c.kind == "all-to-all"}
+    assert sent == {slots}
+    assert {c.slots for c in expected.collectives if c.kind != "all-to-all"} == {1.0}

@@ -17,7 +17,7 @@ from meshwise.commands.requests import Flag, Request
 from meshwise.compiler.comparison import STATE, WITHIN, compare
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
-from meshwise.compiler.expected import expect
+from meshwise.compiler.expected import expect, slots_over_routed
 from meshwise.compiler.floor import Floor, Rates
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.traffic import unread, without_kernel
@@ -84,6 +84,7 @@ def verify(
         unread=() if compiled.memory is None else unread(compiled.module),
         floor=None if compiled.memory is None else _whole_floor(plan, floors, reduction),
         without_kernel=() if compiled.memory is None else without_kernel(compiled.module),
+        slots=slots_over_routed(plan.problem, layout),
     )
 
 

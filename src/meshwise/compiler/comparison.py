@@ -131,6 +131,9 @@ def _operation(scope: str, keys: Sequence[Operation]) -> Operation:
 
 def _flops_reasons(key: Operation, missing: float, expected: Expected, *, fused: bool) -> list[Difference]:
     forward = expected.forward_flops.get(key, 0.0)
+    more = (expected.slots.get(key, 1.0) - 1) * expected.flops.get(key, 0.0)
+    if 0 < missing <= 1.001 * more:
+        return [Difference("slots", missing)]
     if key in expected.attentions and missing > 0:
         # One kernel finds the gradients of queries, another those of keys and values: two of five products twice.
         twice = min(forward, missing) if fused else 0.0

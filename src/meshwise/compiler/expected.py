@@ -154,6 +154,9 @@ def _ends(holdings: Iterable[Holding], names: tuple[str, ...]) -> float:
     return sum(whole.values()) - sum(float(h.copies * h.num_bytes) for h in ends)
 
 
+#: Axis of the slots of an expert.
+_SLOTS = "C"
+
 #: Names of a block and of an operation in it.
 Operation = tuple[str, str]
 
@@ -170,6 +173,7 @@ class ExpectedCollective:
         count: in a step.
         received: bytes that one device receives in a step.
         reason: why the program has them and the plan does not; "" for those of the plan.
+        slots: slots of experts that the program moves for each that the plan counts.
     """
 
     block: str
@@ -181,6 +185,7 @@ class ExpectedCollective:
     count: float
     received: float
     reason: str = ""
+    slots: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +197,7 @@ class Expected:
         flops: (block, operation) -> FLOPs on the matrix unit, all passes.
         forward_flops: likewise, of one forward pass, as the program runs it.
         attentions: operations that are attention.
+        slots: operations of experts -> slots that the program multiplies for each that the plan counts.
         memory: class -> bytes.
         batch: bytes of token numbers and labels.
         more_flops: (block, operation) -> reason -> FLOPs that the program has and the plan does not.
@@ -208,6 +214,18 @@ class Expected:
     more_flops: Mapping[Operation, Mapping[str, float]] = field(default_factory=dict)
     more_memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     moved: Mapping[str, float] = field(default_factory=dict)
+    slots: Mapping[Operation, float] = field(default_factory=dict)
+
+
+def slots_over_routed(problem: TrainingProblem, layout: Layout) -> float:
+    """Slots of experts in the program over those that tokens are routed to.
+
+    Where no token may be dropped, each expert has a slot for every token of a device, and a token chooses `top_k`.
+    """
+    mixtures = problem.model.mixtures
+    if not mixtures or problem.job.capacity_factor is not None or layout.expert_dispatch != "slots":
+        return 1.0
+    return min(m.experts / m.top_k for m in mixtures)
 
 
 def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Mapping[str, float]) -> Expected:
@@ -225,7 +243,9 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
         (block.name, op.name) for block in problem.train_program() for op in block.ops if isinstance(op, Attention)
     )
     positions = layout.micro_batch * layout.num_microbatches * problem.job.seq_len / (layout.context * layout.ulysses)
-    collectives = _collectives(ledger, layout, rounds)
+    slots = slots_over_routed(problem, layout)
+    routed = ((b.name, op.name) for b in problem.train_program() for op in b.ops if _SLOTS in op.axes)
+    collectives = _collectives(ledger, layout, rounds, slots)
     more_memory: dict[str, Mapping[str, float]] = {}
     if rounds is not None:
         stream = float(ledger.boundary_bytes)
@@ -245,6 +265,7 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
         more_flops=flops.more,
         more_memory=more_memory,
         moved=_moved(workings),
+        slots=dict.fromkeys(routed, slots) if slots > 1 else {},
     )
 
 
@@ -254,13 +275,13 @@ def _moved(workings: Breakdown) -> dict[str, float]:
     return {**found, "": workings.optimizer_bytes}
 
 
-def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None) -> list[ExpectedCollective]:
+def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None, slots: float) -> list[ExpectedCollective]:
     """Those of the plan, and those that a pipelined program has beyond it."""
     found: list[ExpectedCollective] = []
     for runs_of in ledger.blocks:
         block, copies = runs_of.time.block, runs_of.count
         for sent in runs_of.sent:
-            one = _collective(block.name, sent, layout)
+            one = _collective(block.name, sent, layout, slots)
             if not one.received:
                 continue
             once = sent.collective.when is Pass.STEP
@@ -276,7 +297,7 @@ def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None) -> list[
     return found
 
 
-def _collective(block: str, sent: Sent, layout: Layout) -> ExpectedCollective:
+def _collective(block: str, sent: Sent, layout: Layout, slots: float) -> ExpectedCollective:
     """The collectives of one run of one copy of a block."""
     one, order = sent.collective, layout.used_axes
     axes = tuple(sorted((a for a in one.key.mesh_axes if a in order), key=order.index))
@@ -290,6 +311,7 @@ def _collective(block: str, sent: Sent, layout: Layout) -> ExpectedCollective:
         tensors=tuple(dict.fromkeys(t.tensor.name for t in one.transfers)),
         count=sent.number,
         received=sent.number * _received(one.key.kind, float(sent.num_bytes), size) if size > 1 else 0.0,
+        slots=slots if any(_SLOTS in transfer.tensor.axes for transfer in one.transfers) else 1.0,
     )
 
 

@@ -33,6 +33,7 @@ REASONS = {
     "masked pairs": "attention multiplies whole blocks, masked pairs among them; causal ones were expected",
     "scores twice": "a kernel for the gradients of queries and one for those of keys compute the same scores",
     "not again": "a product whose result nothing reads is not computed again",
+    "slots": "experts have a slot for every token, so that none is dropped; routed ones were expected",
     "again": "a product is computed once more than expected, or what it reads is sent once more",
     "one matmul": "products of one input are taken by one matmul, which is named after one of them",
     "idle rounds": "stages work in step, also in rounds in which one has no microbatch",

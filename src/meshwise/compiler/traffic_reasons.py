@@ -62,6 +62,7 @@ def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, 
     total = sum(c.received * c.count for c in compiled)
     _integers(ledger, expected, compiled)
     _statistics(ledger, compiled)
+    _slots(ledger, expected)
     _ring(ledger, expected)
     _gathered_once(ledger, expected)
     _lookups(ledger, expected, compiled)
@@ -124,6 +125,14 @@ def _lookups(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant]) -> 
         key = e.kind, e.axes
         if e.block == "embed" and ledger.left[key] < 0:
             ledger.explain(key, "lookup", max(-e.received, ledger.left[key]))
+
+
+def _slots(ledger: _Ledger, expected: Expected) -> None:
+    """Slots of experts that are sent, empty or not, where the tokens that are routed were expected."""
+    for e in expected.collectives:
+        amount = min(ledger.left[e.kind, e.axes], (e.slots - 1) * e.received)
+        if amount > 0:
+            ledger.explain((e.kind, e.axes), "slots", amount)
 
 
 def _ring(ledger: _Ledger, expected: Expected) -> None:

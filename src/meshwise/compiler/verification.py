@@ -44,6 +44,7 @@ class Verification:
         unread: what of the program could not be counted, in words.
         floor: the least time of the program beside the plan's times; None where a copy does not fit.
         without_kernel: why attention is not a fused kernel, in words; empty where it is.
+        slots: slots of experts in the program for each that tokens are routed to; 1 where there are as many.
     """
 
     target: str
@@ -57,6 +58,7 @@ class Verification:
     unread: tuple[str, ...] = ()
     without_kernel: tuple[str, ...] = ()
     floor: StepFloor | None = None
+    slots: float = 1.0
 
     @property
     def whole(self) -> bool:

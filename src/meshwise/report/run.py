@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from meshwise.compiler.expected import slots_over_routed
 from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.report.report import Report
@@ -135,6 +136,12 @@ def _not_compared(result: RunResult) -> Iterator[str]:
     if not result.is_planned_chip:
         chip = result.plan.problem.cluster.chip.name
         yield f"the prediction is for {chip}, but this ran on {result.hardware}: do not compare them"
+    slots = slots_over_routed(result.plan.problem, result.plan.layout)
+    if slots > 1:
+        yield (
+            f"slots of experts: the program has {slots:,.3g} for each that the prediction counts, so that no token is "
+            "dropped; --capacity-factor 1 has as many, and drops what is beyond them"
+        )
     if result.mfu is None:
         yield f"MFU: the peak of {result.hardware} is not known"
     if result.peak_bytes_in_use is None:

@@ -46,7 +46,17 @@ def verification_report(found: Verification, layout: str, inputs: Mapping[str, A
             "time that nothing bounds: starts of kernels and collectives, what libraries achieve of a chip's peak",
             "memory fragmentation at run time, and memory that the runtime and other programs hold",
         ),
-        next_steps=() if found.whole else ("leave --reduced out: all layers instead of two smaller models",),
+        next_steps=said(
+            None if found.whole else "leave --reduced out: all layers instead of two smaller models",
+            _fewer_slots(found.slots) if found.slots > 1 else None,
+        ),
+    )
+
+
+def _fewer_slots(slots: float) -> str:
+    return (
+        "--capacity-factor 1: experts have the slots of balanced routing, and drop what is beyond them; now they have "
+        f"{slots:,.3g} times as many, so that none is dropped, and multiply and send all of these"
     )
 
 
