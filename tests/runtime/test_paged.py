@@ -112,13 +112,10 @@ def test_layouts_that_the_engine_cannot_run_are_refused():
         paged_model(dense(), Layout(data=2), jax.devices()[:2], pages=8, page_tokens=4)
 
 
-@pytest.mark.jax
-@pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_layer_by_layer_gives_the_same_logits_and_pages(name, tmp_path):
-    """Weights and pages of each layer apart, as on a CPU; windows of one layer in several, and none."""
+def layer_by_layer(name, folder):
     golden = Golden.of(name)
     model = paged_model(golden.model, Layout(), jax.devices()[:1], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32)
-    layered, published = LayeredModel.of(model), golden.write(tmp_path)
+    layered, published = LayeredModel.of(model), golden.write(folder)
     tables = np.random.default_rng(0).permutation(PAGES)[:24].reshape(2, 12).astype(np.int32)
     flat, positions = np.zeros((2, 3 * ROW), np.int32)
     pages, held = np.full(3 * ROW, -1, np.int32), np.zeros((3, 12), np.int32)
@@ -136,3 +133,16 @@ def test_layer_by_layer_gives_the_same_logits_and_pages(name, tmp_path):
     assert sum(float(np.abs(p["k"]).sum()) for p in own) == pytest.approx(
         sum(float(np.abs(a["k"]).sum()) for a in pool.values()), rel=1e-4
     )
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_layer_by_layer_gives_the_same_logits_and_pages(name, tmp_path):
+    """Weights and pages of each layer apart, as on a CPU; windows of one layer in several, and none."""
+    layer_by_layer(name, tmp_path)
+
+
+@pytest.mark.slow  # two programs each: latents, experts after dense layers, sinks
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "gpt_oss"])
+def test_layer_by_layer_gives_the_same_of_other_families(name, tmp_path):
+    layer_by_layer(name, tmp_path)
