@@ -13,8 +13,10 @@ import time
 from dataclasses import dataclass
 
 from meshwise.commands.verify import verify
+from meshwise.compiler.step_floor import StepFloor
 from meshwise.compiler.verification import Verification
 from meshwise.core.errors import MeshwiseError
+from meshwise.models import load_model
 
 _GIB = 2**30
 
@@ -38,7 +40,7 @@ class Row:
 
     def verify(self) -> Verification:
         """Compile and compare."""
-        slots = {"capacity_factor": 1} if self.model.startswith("mixtral") else {}
+        slots = {"capacity_factor": 1} if load_model(self.model).mixtures else {}
         layout = self.layout if "remat=" in self.layout else f"{self.layout},remat=full"
         return verify(self.model, on=self.on, batch_tokens=self.batch, seq_len=4096, layout=layout, **slots)
 
@@ -47,22 +49,33 @@ ROWS = [
     Row("llama-3-8b", "h100:64", "256Ki", "fsdp=64"),
     Row("llama-3-8b", "h100:64", "256Ki", "fsdp=16,tensor=4"),
     Row("llama-3-8b", "h100:64", "256Ki", "fsdp=8,tensor=8,sequence_parallel=false"),
-    Row("llama-3-8b", "h100:64", "512Ki", "data=8,fsdp=8,zero=2,micro_batch=1"),
-    Row("llama-3-8b", "h100:64", "512Ki", "data=8,fsdp=8,zero=1,micro_batch=1"),
     Row("llama-3-8b", "h100:64", "256Ki", "fsdp=16,ulysses=4"),
     Row("llama-3-8b", "h100:64", "256Ki", "fsdp=16,context=4,context_method=gather"),
     Row("llama-3-8b", "h100:64", "256Ki", "fsdp=64,remat=none"),
     Row("llama-3-8b", "h100:64", "256Ki", "fsdp=16,tensor=4,remat=matmuls"),
+    Row("llama-3-8b", "h100:64", "512Ki", "data=8,fsdp=8,zero=2,micro_batch=1"),
+    Row("llama-3-8b", "h100:64", "512Ki", "data=8,fsdp=8,zero=1,micro_batch=1"),
     Row("llama-3-8b", "h100:64", "512Ki", "stage=4,fsdp=16,num_microbatches=8,schedule=1f1b"),
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=64"),
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=16,tensor=4"),
-    Row("llama-3-70b", "h100:64", "512Ki", "fsdp=16,tensor=4,micro_batch=4"),
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=32,context=2,context_method=ring"),
+    Row("llama-3-70b", "h100:64", "512Ki", "fsdp=16,tensor=4,micro_batch=4"),
     Row("llama-3-70b", "h100:64", "512Ki", "stage=4,fsdp=16,num_microbatches=8,schedule=1f1b"),
+    Row("llama-3-70b", "b200:64", "256Ki", "fsdp=64"),
+    Row("llama-3-70b", "b200:64", "256Ki", "fsdp=16,tensor=4"),
+    Row("phi-4", "h100:16", "256Ki", "fsdp=16"),
+    Row("phi-4", "h100:16", "256Ki", "fsdp=8,tensor=2"),
+    Row("qwen3-8b", "h100:16", "256Ki", "fsdp=16"),
+    Row("qwen3-8b", "h100:16", "256Ki", "data=2,fsdp=8"),
     Row("mixtral-8x7b", "h100:64", "256Ki", "fsdp=64"),
     Row("mixtral-8x7b", "h100:64", "256Ki", "fsdp=8,expert=8"),
+    Row("mixtral-8x7b", "b200:32", "256Ki", "fsdp=4,expert=8"),
+    Row("qwen3-30b-a3b", "h100:16", "64Ki", "fsdp=2,expert=8"),
+    Row("gpt-oss-120b", "h100:64", "256Ki", "fsdp=8,expert=8"),
     Row("gemma-3-27b", "h100:64", "256Ki", "fsdp=64"),
     Row("gemma-3-27b", "h100:64", "256Ki", "fsdp=32,tensor=2"),
+    Row("gemma-3-27b", "b200:32", "256Ki", "fsdp=32"),
+    Row("llama-3-8b", "v5p:4x4x4", "256Ki", "fsdp=64"),
     Row("llama-3-8b", "v5p:4x4x4", "256Ki", "fsdp=16,tensor=4"),
     Row("llama-3-8b", "v5e:8x8", "256Ki", "fsdp=64"),
     Row("llama-3-8b", "v6e:8x8", "512Ki", "data=4,fsdp=16,zero=2,micro_batch=1"),
@@ -75,6 +88,7 @@ ROWS = [
     Row("gemma-3-27b", "v5p:4x4x4", "256Ki", "fsdp=32,context=2,context_method=gather"),
     Row("gemma-3-27b", "v5e:8x16", "512Ki", "fsdp=128"),
     Row("gemma-3-27b", "v6e:8x8", "256Ki", "fsdp=64"),
+    Row("phi-4", "v5p:2x2x4", "256Ki", "fsdp=16"),
 ]
 
 
@@ -97,7 +111,7 @@ def show(row: Row, *, details: bool) -> str:
 
 
 def _cells(found: Verification) -> list[str]:
-    """Arguments (what is there for another reason than the plan apart), peak, set aside, bytes received."""
+    """Arguments (what is there for another reason than the plan apart), peak, set aside, bytes received, seconds."""
     lines = {line.name: line for line in found.group("memory")}
     arguments, peak = lines["arguments"], lines["peak"]
     received = found.group("collectives")
@@ -112,7 +126,15 @@ def _cells(found: Verification) -> list[str]:
         f"{(found.set_aside or 0.0) / _GIB:.1f}",
         f"{sums[0] / _GIB:.1f} / {sums[1] / _GIB:.1f}",
         f"{100 * found.unexplained_share:.1f} %",
+        *_times(found.floor),
     ]
+
+
+def _times(floor: StepFloor | None) -> list[str]:
+    """The plan's lower bound, the program's least time and the plan's expected time; the share that is hidden."""
+    assert floor is not None, "programs that fit have one"
+    seconds = (floor.planned_lower, floor.compiled, floor.planned_expected)
+    return [" / ".join(f"{s:.3g}" for s in seconds), f"{100 * floor.hidden_share:.0f} %"]
 
 
 if __name__ == "__main__":

@@ -247,3 +247,12 @@ def test_jobs_of_the_benchmark_are_as_they_should_be(name):
     answer = tool_jobs.check(job)
     assert answer.first
     assert not answer.faults
+
+
+def test_our_own_runtime_takes_stages_of_equal_pieces_only():
+    asked = {"on": "h100:2", "batch_tokens": "64Ki", "seq_len": 4096, "tool": "meshwise"}
+    uneven = "2 stages of 1 pieces: its stages run in step, and hold equal pieces; nearest: 1, 3 pieces in all"
+    with pytest.raises(MeshwiseError, match=uneven):
+        meshwise.estimate_train("D=64 F=128 L=3 N=4 V=512", layout="stage=2,schedule=1f1b", **asked)
+    (even,) = meshwise.estimate_train("D=64 F=128 L=4 N=4 V=512", layout="stage=2,schedule=1f1b", **asked).plans
+    assert even.layout.stage == 2

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import meshwise
 from meshwise.core.dtypes import DType
@@ -129,6 +129,16 @@ def test_a_folder_without_steps_is_told_of(tmp_path):
 def test_dimensions_are_published_as_a_family_that_computes_the_same(dimensions, family):
     told = as_published(load_model(dimensions), 128)  # which compares programs and functions
     assert (told.family, told.config["max_position_embeddings"]) == (family, 128)
+
+
+def test_weights_of_a_model_of_dimensions_are_read_by_the_names_of_its_family(tmp_path):
+    model = load_model("D=16 F=32 L=2 N=2 V=64")
+    published = as_published(model, 8)
+    names, rng = Published(published, hub_names(published)), np.random.default_rng(0)
+    own = [p for b in model.train_program() for t in b.weights for n in names.layers[b.name]
+           for p in names.pieces(b.name, t.name, n).values()]  # fmt: skip
+    save_file({p.name: rng.normal(size=p.shape).astype(np.float32) for p in own}, tmp_path / "model.safetensors")
+    assert open_weights(tmp_path, model).model.family == "llama"
 
 
 @pytest.mark.parametrize("odd", ["gated=no", "norm=layer", "bias=yes", "parallel=yes", "positions=64"])

@@ -5,8 +5,10 @@ The facts are `runtime.refusals`, which refuses the same when it is asked to exe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.exports.choices import JAX_CHIPS, Choices
@@ -53,6 +55,22 @@ def _uneven(choices: Choices) -> str:
     return f"{' x '.join(a for a in split if getattr(choices.layout, a) > 1)} over {size} of {name}"
 
 
+@functools.cache
+def _equal_pieces(order: tuple[str, ...]) -> tuple[int, ...]:
+    """Into how many equal pieces layers of these kinds can be cut.
+
+    >>> _equal_pieces(("local", "global", "local", "global"))
+    (1, 2)
+    """
+    return tuple(n for n in range(1, len(order) + 1) if order[: len(order) // n] * n == order)
+
+
+def _unlike(choices: Choices) -> Any:
+    """Whether the pieces of a pipeline differ."""
+    pieces = choices.layout.stage * choices.layout.virtual_stages
+    return math.prod(pieces != n for n in _equal_pieces(choices.model.spec.order)) > 0
+
+
 #: What it cannot execute.
 RULES: tuple[Rule[Choices], ...] = (
     JAX_CHIPS,
@@ -61,6 +79,11 @@ RULES: tuple[Rule[Choices], ...] = (
     Rule(
         lambda c: (c.order not in PIPELINES) & (c.layout.stage > 1),
         "schedule={c.order}", f"it runs {', '.join(PIPELINES)}", "schedule=1f1b",
+    ),
+    Rule(
+        lambda c: (c.layout.stage > 1) & _unlike(c),
+        "{c.layout.stage} stages of {c.layout.virtual_stages} pieces", "its stages run in step, and hold equal pieces",
+        lambda c: f"{', '.join(map(str, _equal_pieces(c.model.spec.order)))} pieces in all",
     ),
     Rule(
         lambda c: (c.layout.stage > 1) & ((c.remat_layers or 0) % (c.layout.stage * c.layout.virtual_stages) > 0),

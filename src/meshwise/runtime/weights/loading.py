@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from meshwise.core.errors import ConfigError, MeshwiseError
-from meshwise.models import Model
+from meshwise.models import Model, as_published
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.params import Order, Parameter, Tree
 from meshwise.runtime.weights.files import Array, GgufFile, SafetensorsFiles, Shape, Stored, shape_of
@@ -62,7 +62,8 @@ def open_weights(path: Path, model: Model) -> Weights:
         file = GgufFile(path)
         found = Weights(model, gguf_names(model, file), file)
     elif path.is_dir() or path.suffix == ".safetensors":
-        found = Weights(model, hub_names(model), SafetensorsFiles(path))
+        told = as_published(model, 1) if model.family == "dimensions" else model  # the family that computes the same
+        found = Weights(told, hub_names(told), SafetensorsFiles(path))
     else:
         raise MeshwiseError(f"--weights {path}: expected a .safetensors or .gguf file, or a folder of the former")
     found.check()
