@@ -25,6 +25,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.search import FRONT_SPAN, SearchSpace, search, training_limits
 from meshwise.search.candidates import Choices
+from meshwise.search.until import OutOfTime
 from meshwise.sharding.layout import MESH_AXES
 from tests.costs.small_problems import (
     ALL_CALIBRATIONS,
@@ -336,6 +337,30 @@ def test_where_nothing_fits_the_least_memory_says_what_would():
     check(found)
 
 
+def test_the_least_memory_is_found_a_few_layouts_at_a_time_and_in_no_more_time_than_there_is(monkeypatch):
+    p = large("h100:4")
+    space = SearchSpace(training_limits(p), memory_share=1e-4)
+    whole = search(p, [p.network], space)
+    assert not whole.best
+    bounds = importlib.import_module("meshwise.search.bounds")
+    monkeypatch.setattr(bounds, "_KEYS", 7)
+    monkeypatch.setattr(bounds, "_ROWS", 40)
+    assert search(p, [p.network], space).least_memory == whole.least_memory
+    by_memory, asked = bounds.Bounds.by_memory, []
+
+    def late(*given):
+        for groups in by_memory(*given):
+            asked.append(groups)
+            if len(asked) == 3:
+                monkeypatch.setattr(search_module.time, "monotonic", lambda: math.inf)
+            yield groups
+
+    monkeypatch.setattr(bounds.Bounds, "by_memory", late)
+    with pytest.raises(OutOfTime):
+        search(p, [p.network], space, until=1e18)
+    assert len(asked) == 3
+
+
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_over_several_fabrics_the_objective_decides(objective):
     problem = problem_on(parse_cluster("h100:16"), width=2048, hidden=8192, layers=2, sequences=4)
@@ -376,12 +401,22 @@ def test_few_layouts_are_all_priced_with_the_same_end(monkeypatch, fixed):
 
 def test_layouts_of_few_axes_first_change_nothing_but_the_way(monkeypatch):
     p = large("h100:8")
-    space = SearchSpace(training_limits(p))
+    space = SearchSpace(training_limits(p), choices=Choices().usual)
     plain = search(p, [p.network], space, top=3)
     monkeypatch.setattr(search_module, "_MANY_CHIPS", 2)
+    monkeypatch.setattr(search_module, "_SIMPLE", ((1, True), (2, False)))
     simple_first = search(p, [p.network], space, top=3)
     assert simple_first.best == plain.best
     assert (simple_first.strategies, simple_first.complete) == (plain.strategies, True)
+    for lines in (1, 2, 4, 8, 16):  # interrupted on the way, it claims no more than is so
+        told = iter(range(lines))
+
+        def progress(_, told=told):
+            if next(told, None) is None:
+                raise KeyboardInterrupt
+
+        partly = search(p, [p.network], space, top=3, progress=progress)
+        assert (1 - partly.gap) * partly.best[0].score <= plain.best[0].score * (1 + 1e-12)
 
 
 def test_given_cuts_and_policies_are_kept():

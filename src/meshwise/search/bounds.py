@@ -258,15 +258,20 @@ class Bounds:
                 found.append(Groups(none, none, mine, np.full(len(mine), v), np.full(len(mine), s)))
         return Groups.joined(found)
 
-    def by_memory(self) -> Groups:
-        """All groups that can run, whether they fit or not; those whose activations need least come first."""
-        variant = np.repeat(np.arange(len(self.keys)), [len(keys) for keys in self.keys])
-        key, schedules = np.concatenate(self.keys), range(len(self.network.schedules))
-        found = (
-            Groups(np.zeros(len(mine)), floors, key[mine], variant[mine], np.full(len(mine), s))
-            for s, mine, floors in self._fitting(variant, key, schedules, math.inf)
-        )
-        return Groups.sorted_by("memory", found)
+    def by_memory(self) -> Iterator[Groups]:
+        """All groups that can run, whether they fit or not, a few at a time; of these the leanest come first.
+
+        What recomputes most comes before the rest, for it is leanest.
+        """
+        schedules = range(len(self.network.schedules))
+        order = sorted(range(len(self.keys)), key=lambda n: self.network.variants[n].own.remat != "full")
+        parts = [(v, self.keys[v][at : at + _KEYS]) for v in order for at in range(0, len(self.keys[v]), _KEYS)]
+        for v, key in parts:
+            of = self._fitting(np.full(len(key), v), key, schedules, math.inf)
+            found = (Groups(np.zeros(len(m)), f, key[m], np.full(len(m), v), np.full(len(m), s)) for s, m, f in of)
+            yield Groups.sorted_by("memory", found)
+            if len(self._known) > _ROWS:
+                self._known.keep(np.zeros(0, int))
 
     def examined(self, schedules: Sequence[int]) -> int:
         """Layouts that `groups` of some schedules bounds: every member of every key in all its choices."""

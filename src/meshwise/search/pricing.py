@@ -75,16 +75,19 @@ class Pricing:
             least: of those that are known.
             exact: of all; else of some, to know that there are any.
         """
-        groups = self.bounds.by_memory()
-        begin, size = 0, CHUNK // 32
-        while begin < len(groups) and groups.memory[begin] < least and (exact or math.isinf(least)):
-            batch = self.bounds.members_of(groups.take(slice(begin, begin + size)))
-            begin, size = begin + size, min(4 * size, CHUNK)
-            floors = self.bounds.memory_floor(batch)
-            order, at, go = np.argsort(floors, kind="stable"), 0, CHUNK // 32
-            while at < len(order) and floors[order[at]] < least and (exact or math.isinf(least)):
-                least = min(least, self.fitting(batch.take(order[at : at + go]))[1])
-                at, go = at + go, min(8 * go, 4 * CHUNK)
+        for groups in self.bounds.by_memory():
+            self.tick()
+            begin, size = 0, CHUNK // 32
+            while begin < len(groups) and groups.memory[begin] < least and (exact or math.isinf(least)):
+                batch = self.bounds.members_of(groups.take(slice(begin, begin + size)))
+                begin, size = begin + size, min(4 * size, CHUNK)
+                floors = self.bounds.memory_floor(batch)
+                order, at, go = np.argsort(floors, kind="stable"), 0, CHUNK // 32
+                while at < len(order) and floors[order[at]] < least and (exact or math.isinf(least)):
+                    least = min(least, self.fitting(batch.take(order[at : at + go]))[1])
+                    at, go = at + go, min(8 * go, 4 * CHUNK)
+            if math.isfinite(least) and not exact:
+                break
         return least
 
     def possible(self, batch: CandidateBatch) -> CandidateBatch:

@@ -42,8 +42,9 @@ _GO, _GROWTH = 64, 8
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 512
 
-#: Chips from which on layouts of few axes are searched first: how many, and whether with usual choices alone.
-_MANY_CHIPS, _SIMPLE = 16384, ((3, True), (3, False), (4, True))
+#: Chips from which on layouts of few axes are searched first: how many, and whether with usual choices alone; and
+#: what is searched besides of mixtures, whose experts take an axis.
+_MANY_CHIPS, _SIMPLE, _OF_MIXTURES = 16384, ((3, True), (3, False)), ((4, True),)
 
 #: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
 _LARGE = 1 << 17
@@ -382,12 +383,13 @@ def search(
 
 def _search_simple(state: SearchState, problem: TrainingProblem, space: SearchSpace, fabric: Fabric) -> None:
     """Search layouts of few axes on a large network: a cut near the end's spares the bounds of most others."""
-    counts = {name: getattr(state, name) for name in (*COUNTS, "least_memory")}
-    for axes, usual in _SIMPLE:
+    before = {name: getattr(state, name) for name in (*COUNTS, "least_memory", "here", "elsewhere")}
+    state.elsewhere = min(state.here, state.elsewhere)  # of layouts of more axes no more is known
+    for axes, usual in (*_SIMPLE, *(_OF_MIXTURES if problem.model.mixtures else ())):
         limits, choices = replace(space.limits, most_axes=axes), space.choices.usual if usual else space.choices
         few = replace(space, limits=limits, choices=choices, leanest=False)
         _search_fabric(state, LocalTables(problem, choices, space.tools), few, fabric)
-    for name, value in counts.items():  # they come again
+    for name, value in before.items():  # they come again
         setattr(state, name, value)
 
 
