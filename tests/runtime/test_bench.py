@@ -10,8 +10,9 @@ import pytest
 
 import meshwise
 from meshwise.cli.main import COMMANDS
+from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.machine import MeasuredOperation, write_rows
+from meshwise.costs.machine import ENGINE_STEPS, FEW_ROWS, PAGED, MeasuredOperation, engine_step, write_rows
 from meshwise.hardware.cluster_file import read_cluster
 from meshwise.runtime.bench import Bench
 from meshwise.runtime.devices import machine_memory, share_of_machine
@@ -102,12 +103,15 @@ def test_a_machine_is_a_cluster_of_the_devices_that_share_it():
     found = meshwise.bench("machine", dtype="fp32", seconds="1ms")
     assert [row.measured.op for row in found.rows if row.measured.category != "collective"] == [
         *["GEMM (m,k)x(k,n)"] * 3, "copy", "copy", "silu_mul", "empty program",
+        *[FEW_ROWS] * 8, *[PAGED] * 3, *(engine_step(*one) for one in ENGINE_STEPS),
     ]  # fmt: skip
     assert {row.measured.n_chips for row in found.rows} == {8}
     cluster = read_cluster(found.document, name="machine", where="machine.toml")
     assert cluster.num_chips == 8
     assert cluster.chip.title == share_of_machine(8)
     assert cluster.chip.hbm_capacity == pytest.approx(machine_memory() / 8, rel=1e-3)
+    measured = cluster.chip.measured
+    assert [rows for rows, _ in measured.few_rows[DType.FP32]] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def test_files_that_cannot_be_written_are_said_before_anything_is_measured(tmp_path, monkeypatch):
