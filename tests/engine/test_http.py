@@ -284,7 +284,7 @@ def test_an_engine_that_fails_says_so():
 
 
 def test_a_load_is_sent_and_simulated(running, tmp_path, capsys):
-    """Lengths are exact, the simulation has the same requests, and rows are read by `score`."""
+    """Lengths are exact, the simulation has the same requests, and rows are read by `score` and `calibrate`."""
     costs = tmp_path / "costs.json"
     costs.write_text(EngineCosts(0.001, ((1, 0.0),), 500, block_tokens=4).to_json())
     asked = {
@@ -304,8 +304,10 @@ def test_a_load_is_sent_and_simulated(running, tmp_path, capsys):
     rows = tmp_path / "rows.csv"
     rows.write_text(load_rows(made, "h100-sxm", 1, "meshwise").replace("counting", "llama-3-8b"))
     assert main(["score", str(rows), "--json"]) in (0, 3)
-    assert main(["calibrate", str(rows)]) == 2  # constants of serving are not fitted to own rows
-    assert "`meshwise score` predicts" in capsys.readouterr().err
+    capsys.readouterr()
+    main(["calibrate", str(rows)])  # whether one is slow enough for an H100 depends on this machine
+    said = capsys.readouterr()
+    assert "load-ttft" in said.out + said.err
 
 
 def test_a_load_says_what_went_wrong(running):
