@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def compile_plan(plan: Plan, layers: int | None) -> tuple[Compiled, DeviceMesh]:
     placed = place_devices(target_devices(target), layout)
     step = train_step(model, layout, problem.job, placed)
     lowered = step.jitted.lower(step.abstract_state, step.abstract_batch)
+    target = replace(target, compiler_options={**step.compiler_options, **target.compiler_options})
     order = [int(device.id) for device in placed.reshape(-1)]
     return compile_ahead(lowered, target, order), device_mesh(placed, layout)
 

@@ -169,7 +169,7 @@ def train(
         taken, state = (0, None) if load is None else load(step)
         watchers.progress("compiling")
         begun = time.perf_counter()
-        compiled = step.jitted.lower(step.abstract_state, step.abstract_batch).compile()
+        compiled = step.jitted.lower(step.abstract_state, step.abstract_batch).compile(step.compiler_options or None)
         compile_seconds = time.perf_counter() - begun
         meet("the compiled step")
         loop = _Loop(step, source, compiled, keeper, watchers, first=taken + 1, last=last)

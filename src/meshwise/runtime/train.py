@@ -23,6 +23,7 @@ from meshwise.runtime.gradients import Accumulation
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.optimizer import Hyperparameters, clipped, update
+from meshwise.runtime.overlap import overlap_options
 from meshwise.runtime.params import (
     Order,
     Parameter,
@@ -140,6 +141,11 @@ class TrainStep:
         """
         shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
         return dict(jax.jit(self._initial, out_shardings=shardings)(seed))
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """Options with which it is to be compiled: `step.jitted.lower(...).compile(step.compiler_options)`."""
+        return overlap_options(self.stack.placement.platform)
 
     @property
     def _whole(self) -> NamedSharding:

@@ -1,0 +1,21 @@
+"""Options of the compiler are those of the platform, and a step is compiled with them."""
+
+import jax
+import pytest
+
+from meshwise.runtime.overlap import overlap_options
+from meshwise.sharding.layout import Layout
+from tests.runtime.steps import dense, make
+
+
+def test_only_platforms_whose_schedulers_are_told_have_options():
+    assert overlap_options("cpu") == overlap_options("gpu") == {}
+    assert all(value is True for value in overlap_options("tpu").values())
+
+
+def test_a_step_is_compiled_with_the_options_of_its_devices(monkeypatch):
+    step = make(dense(), Layout())
+    assert step.compiler_options == {}
+    monkeypatch.setattr("meshwise.runtime.overlap._OPTIONS", {"cpu": {"no_such_option": True}})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        step.jitted.lower(step.abstract_state, step.abstract_batch).compile(step.compiler_options)
