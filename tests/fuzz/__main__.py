@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import json
+import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,6 +30,7 @@ def main() -> int:
     """Run inputs until the time is over; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--inputs", type=int, help="stop after so many, whatever the time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=None, help="number of the first input; default: where it stopped")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-found"), help="folder of what failed")
@@ -39,15 +43,20 @@ def main() -> int:
     state = asked.keep / f"next-of-seed-{asked.seed}"
     number = asked.start if asked.start is not None else int(state.read_text()) if state.exists() else 0
     limit_memory()
-    return _fuzz(asked.seed, number, asked.minutes * 60, asked.keep, state)
+    seconds, numbers = asked.minutes * 60, itertools.count(number)
+    if asked.inputs is not None:
+        seconds, numbers = math.inf, itertools.islice(numbers, asked.inputs)
+    return _fuzz(asked.seed, numbers, seconds, asked.keep, state)
 
 
-def _fuzz(seed: int, number: int, seconds: float, keep: Path, state: Path) -> int:
-    """Run inputs from `number` on, and tell what happened."""
+def _fuzz(seed: int, numbers: Iterator[int], seconds: float, keep: Path, state: Path) -> int:
+    """Run inputs of these numbers while there is time, and tell what happened."""
     kinds: Counter[str] = Counter()
     codes: Counter[int | None] = Counter()
     end, failed, slowest = time.monotonic() + seconds, 0, (0.0, "")
-    while time.monotonic() < end:
+    for number in numbers:
+        if time.monotonic() >= end:
+            break
         state.write_text(str(number + 1))  # first: an input that ends the process is not met again
         one = make(seed, number)
         faulthandler.dump_traceback_later(_STUCK_S, exit=True)
@@ -60,7 +69,6 @@ def _fuzz(seed: int, number: int, seconds: float, keep: Path, state: Path) -> in
             failed += 1
             print(f"{number}: {outcome.fault}\n    {' '.join(one.words)[:200]!r}", flush=True)  # noqa: T201
             (keep / f"{seed}-{number}.json").write_text(json.dumps(asdict(one) | {"fault": outcome.fault}, indent=1))
-        number += 1
     told = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
     print(f"{kinds.total():,} inputs ({told}); {failed} failed; exit codes {dict(codes)}")  # noqa: T201
     print(f"slowest: {slowest[0]:.1f} CPU-s, {slowest[1]!r}")  # noqa: T201
