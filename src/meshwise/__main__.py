@@ -1,11 +1,20 @@
 """`python -m meshwise`, and the script `meshwise`: nothing is loaded before Ctrl-C is answered in words."""
 
+from __future__ import annotations
+
 import signal
 import sys
 
 
+def _lost(told: sys.UnraisableHookArgs) -> None:
+    """Show what could not be raised, but for a Ctrl-C that fell into a callback of an import: the command goes on."""
+    if not issubclass(told.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(told)
+
+
 def main() -> int:
     """Run the command line and return its exit code."""
+    sys.unraisablehook = _lost
     try:
         from meshwise.cli.main import main as run  # noqa: PLC0415
 

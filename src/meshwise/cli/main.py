@@ -276,6 +276,8 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
 
 def _interrupted(error: BaseException | None) -> bool:
     """Whether Ctrl-C is what was raised, or what another error was made of (libraries that are being loaded do so)."""
+    if "KeyboardInterrupt:" in str(error):  # pydantic keeps of it, while it builds a validator, the name alone
+        return True
     while error is not None and not isinstance(error, KeyboardInterrupt | click.Abort):
         error = error.__cause__ or error.__context__
     return error is not None
