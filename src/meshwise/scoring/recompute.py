@@ -99,7 +99,6 @@ _CHECKPOINTS = (
     r"|check-?point\w*|ac\b)"
 )
 
-
 #: Layers of each piece of a pipeline, as Megatron-LM's method `block` counts them.
 _IN_PIECES = r"\bblock\b\D*(\d+)|(\d+) layers? (?:of |per |in )(?:each |a |every )?(?:stage|piece|chunk)"
 
@@ -125,9 +124,7 @@ def _of_counts(run: TrainingRun, bare: str, model: Model, choices: dict[str, Any
         if int(found[2]) != layers:
             raise MeshwiseError(f"recompute {bare!r}: {model.name} has {layers} layers, found {found[2]}")
         number = int(found[1])
-    elif found := re.search(
-        r"\bblock\b\D*(\d+)|(\d+) layers? (?:of |per |in )(?:each |a |every )?(?:stage|piece|chunk)", bare
-    ):
+    elif found := re.search(_IN_PIECES, bare):
         pieces = (run.pp or 1) * (run.vpp or 1)
         number = int(found[1] or found[2]) * pieces
         if pieces > 1:
@@ -144,20 +141,7 @@ def _of_words(run: TrainingRun, bare: str, _: Model, choices: dict[str, Any], no
     words = set(re.findall(r"[a-z]+", much))
     if words <= _NONE and (words or bare == "0"):
         choices["remat"] = "none"
-    elif words <= {
-        "full",
-        "fully",
-        "all",
-        "every",
-        "each",
-        "layer",
-        "layers",
-        "yes",
-        "true",
-        "on",
-        "enabled",
-        "uniform",
-    }:
+    elif words <= _ALL:
         choices["remat"] = "full"
         if "full" not in words:
             notes.append(f"recompute {run.recompute!r}: every layer, as checkpoints of whole blocks are")
