@@ -111,7 +111,8 @@ def test_a_slow_rank_is_named(tmp_path):
                 sends = "ollective name" in str(event["args"])
                 event["dur"] *= 1.08 if sends else factor
     diagnosis = diagnose(save(fast, tmp_path / "rank0.json.gz"), save(slow, tmp_path / "rank1.json.gz"))
-    cause = next(c for c in diagnosis.causes if c.name == "straggler")
+    cause = diagnosis.causes[0]
+    assert cause.name == "straggler"
     compute = min(d.mean("compute") for d in diagnosis.profile.devices)
     assert cause.what.startswith("rank 1")
     assert cause.seconds == pytest.approx(0.08 * compute, rel=WITHIN)

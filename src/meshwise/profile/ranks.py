@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwise.profile.intervals import Intervals
 from meshwise.profile.steps import Steps
-from meshwise.profile.trace import Activity, Device, OpKind
+from meshwise.profile.trace import SECOND, Activity, Device, OpKind
 
 #: (device, start, duration) of one device's run of a collective.
 _Run = tuple[int, int, int]
@@ -38,6 +38,7 @@ class Waiting:
         intervals: when each device waited; None for one that has no partner.
         matched, total: runs of collectives in steps that had a partner, and all.
         blame: picoseconds that others waited for each device, on average over the others.
+        steps: of each device.
         waited: picoseconds that each device waited.
         wire: picoseconds on the wire by device.
     """
@@ -48,6 +49,11 @@ class Waiting:
     blame: tuple[float, ...]
     waited: tuple[float, ...]
     wire: tuple[float, ...]
+    steps: tuple[int, ...]
+
+    def blame_s(self, place: int) -> float:
+        """Seconds of a step that others wait for a device, on average over the others."""
+        return self.blame[place] / SECOND / max(self.steps[place], 1)
 
 
 @dataclass(slots=True)
@@ -74,7 +80,8 @@ def find_waiting(lanes: Sequence[Lane]) -> Waiting:
             _divide(found, sums)
     partners = {place for found in runs.values() if len(found) > 1 for place, _, _ in found}
     intervals = tuple(_union(sums.waits[place]) if place in partners else None for place in range(number))
-    return Waiting(intervals, sums.matched, total, tuple(sums.blame), tuple(sums.waited), tuple(sums.wire))
+    return Waiting(intervals, sums.matched, total, tuple(sums.blame), tuple(sums.waited), tuple(sums.wire),
+                   tuple(len(lane.steps) for lane in lanes))  # fmt: skip
 
 
 def _divide(found: Sequence[_Run], sums: _Sums) -> None:

@@ -27,11 +27,15 @@ _CHAINED = ("elementwise", "normalization", "softmax")
 
 
 def compute_causes(profile: Profile) -> Iterator[Cause]:
-    """All of them."""
-    yield from _attention(profile)
+    """All of them; a product whose scores are written is no slow product besides."""
+    ops = tuple(t for t in profile.ops if t.kind.activity == Activity.COMPUTE)
+    sizes = score_sizes(ops)
+    written = _written(ops, sizes)
+    yield from _attention(ops, sizes, written)
     yield from _recompute(profile)
-    yield from _matmuls(profile)
-    yield from _padding(profile)
+    others = tuple(t for t in ops if t.kind.category == "matmul" and t.kind.matmul is not None and t not in written)
+    yield from _matmuls(others, profile.chip)
+    yield from _padding(others, profile.chip)
     yield from _chains(profile)
     yield from _layouts(profile)
 
@@ -47,12 +51,16 @@ def _writes_scores(time: OpTime, sizes: dict[int, tuple[int, int]]) -> bool:
     return op.category in (*_CHAINED, "layout") and any(math.prod(a.dims) in sizes for a in op.operands if a.dims)
 
 
-def _attention(profile: Profile) -> Iterator[Cause]:
-    ops = tuple(t for t in profile.ops if t.kind.activity == Activity.COMPUTE)
-    sizes = score_sizes(ops)
-    written = [t for t in ops if _writes_scores(t, sizes)] if sizes else []
-    if not any(_ATTENTION.search(f"{t.kind.category} {t.kind.scope} {t.kind.parent} {t.kind.name}") for t in written):
-        written = []  # products alone: of features with each other, say
+def _written(ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]]) -> tuple[OpTime, ...]:
+    """Operations that write scores; none if they are products alone: of features with each other, say."""
+    written = tuple(t for t in ops if _writes_scores(t, sizes)) if sizes else ()
+    named = (f"{t.kind.category} {t.kind.scope} {t.kind.parent} {t.kind.name}" for t in written)
+    return written if any(_ATTENTION.search(words) for words in named) else ()
+
+
+def _attention(
+    ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]], written: tuple[OpTime, ...]
+) -> Iterator[Cause]:
     seconds = sum(t.seconds for t in written)
     if seconds:
         read = sum(
@@ -103,17 +111,14 @@ def _first_pass(time: OpTime) -> bool:
     return not time.kind.phase and time.kind.activity == Activity.COMPUTE and bool(time.kind.parent)
 
 
-def _matmuls(profile: Profile) -> Iterator[Cause]:
+def _matmuls(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]:
     """Products below what large ones reach, in one cause: its evidence names the worst."""
     slow: list[tuple[float, OpTime, Roofline]] = []
-    total = 0.0
-    for time in profile.ops:
-        if time.kind.category == "matmul" and time.kind.matmul is not None:
-            near = roofline_of(time, profile.chip)
-            total += time.seconds
-            if near is not None and near.share < 0.5:
-                padding = _padding_seconds(time, near, profile.chip)
-                slow.append((time.seconds - padding - near.floor / _GOOD_MATMUL, time, near))
+    for time in products:
+        near = roofline_of(time, chip)
+        if near is not None and near.share < 0.5:
+            padding = _padding_seconds(time, near, chip)
+            slow.append((time.seconds - padding - near.floor / _GOOD_MATMUL, time, near))
     seconds = sum(loss for loss, _, _ in slow)
     if not slow or seconds <= 0:
         return
@@ -129,21 +134,21 @@ def _matmuls(profile: Profile) -> Iterator[Cause]:
     yield Cause("slow-matmul", seconds, evidence, _mend(m, k, n, dtype, near), "slow products")
 
 
-def _padding(profile: Profile) -> Iterator[Cause]:
+def _padding(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]:
     """Products whose sizes do not fill the tiles of the matrix unit, which multiplies zeros for the rest."""
     lost: list[tuple[float, OpTime]] = []
-    for time in profile.ops:
-        near = roofline_of(time, profile.chip)
-        if time.kind.category == "matmul" and time.kind.matmul is not None and near is not None:
-            lost.append((_padding_seconds(time, near, profile.chip), time))
+    for time in products:
+        near = roofline_of(time, chip)
+        if near is not None:
+            lost.append((_padding_seconds(time, near, chip), time))
     seconds = sum(loss for loss, _ in lost)
-    if seconds <= 0 or profile.chip is None:
+    if seconds <= 0 or chip is None:
         return
     loss, time = max(lost, key=lambda item: (item[0], item[1].kind.key))
     assert time.kind.matmul is not None
     batch, m, k, n = time.kind.matmul
     size = f"{f'{batch:,} x ' if batch > 1 else ''}{m:,} x {k:,} x {n:,}"
-    padded = " x ".join(f"{d:,}" for d in _padded((m, k, n), profile.chip))
+    padded = " x ".join(f"{d:,}" for d in _padded((m, k, n), chip))
     evidence = (
         f"products whose sizes are no multiples of the matrix unit's tiles: {sum(loss > 0 for loss, _ in lost)}; the "
         f"most is lost in {size}, multiplied as {padded}: {format_time(loss)}"

@@ -6,7 +6,7 @@ Not here: collectives (`network`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,8 @@ from meshwise.profile.kinds import short_name
 from meshwise.profile.profile import DeviceTimes, Profile
 from meshwise.profile.trace import SECOND, Activity, Times
 
-#: A gap this long (picoseconds), and this share of its step, is one of its own; others are launches.
-_LONG_GAP, _SHARE = 500_000_000, 0.01
+#: A gap of this length (picoseconds) is one of its own, shorter ones are launches.
+_LONG_GAP = 500_000_000
 _LOADING = re.compile(
     r"data_?load|dataloader|get_next|next_batch|iterator|infeed|collate|h5|tfrecord|grain", re.IGNORECASE
 )
@@ -46,23 +46,13 @@ class _Gap:
 
 
 def _gaps(profile: Profile) -> Iterator[Cause]:
-    """Long gaps by what they follow, each with what the host did; the short ones together."""
+    """Long gaps by what they follow, each with what the host did; other long ones together, and the short ones."""
     found = _long_gaps(profile)
-    for gap in found[:_MOST_GAPS]:
-        where = (
-            f"between steps, after {short_name(gap.after)[:50]}"
-            if gap.between
-            else f"after {short_name(gap.after)[:60]}"
-        )
-        often = f" in {gap.number} of {gap.steps} steps" if gap.number < gap.steps else ""
-        host = f"; the host is in {gap.host[:60]}" if gap.host else ""
-        evidence = f"nothing runs for {format_time(gap.seconds)} a step {where}{often}{host}"
-        name, change = _why(gap)
-        what = _WHAT.get(name) or ("idle between steps" if gap.between else "the device is idle for the host")
-        yield Cause(name, gap.seconds, evidence, change, what)
-    rest = profile.idle.total - sum(g.seconds for g in found[:_MOST_GAPS])
-    number = profile.idle.num_long + profile.idle.num_short
-    if rest > 0 and number:
+    yield from map(_gap_cause, found[:_MOST_GAPS])
+    yield from _other_gaps(found[_MOST_GAPS:])
+    rest = profile.idle.total - sum(g.seconds for g in found)
+    number = profile.idle.num_long + profile.idle.num_short - sum(g.number / g.steps for g in found)
+    if rest > 0 and number > 0:
         late = profile.idle.late
         launched = f"; for {format_time(late)} of it the next was not launched yet" if late else ""
         evidence = (
@@ -71,6 +61,35 @@ def _gaps(profile: Profile) -> Iterator[Cause]:
         )
         change = "fewer, larger operations: compile or fuse them, replay them as a CUDA graph (command buffers in XLA)"
         yield Cause("launch-bound", rest, evidence, change, "many short gaps between launches")
+
+
+def _gap_cause(gap: _Gap) -> Cause:
+    """A gap that is named by itself."""
+    where = (
+        f"between steps, after {short_name(gap.after)[:50]}" if gap.between else f"after {short_name(gap.after)[:60]}"
+    )
+    often = f" in {gap.number} of {gap.steps} steps" if gap.number < gap.steps else ""
+    host = f"; the host is in {gap.host[:60]}" if gap.host else ""
+    evidence = f"nothing runs for {format_time(gap.seconds)} a step {where}{often}{host}"
+    name, change = _why(gap)
+    what = _WHAT.get(name) or ("idle between steps" if gap.between else "the device is idle for the host")
+    return Cause(name, gap.seconds, evidence, change, what)
+
+
+def _other_gaps(gaps: Sequence[_Gap]) -> Iterator[Cause]:
+    """Further long gaps, those of one name together."""
+    named: dict[str, list[_Gap]] = {}
+    for gap in gaps:
+        named.setdefault(_why(gap)[0], []).append(gap)
+    for name, found in named.items():
+        seconds, first = sum(g.seconds for g in found), found[0]
+        runs = sum(g.number for g in found) / first.steps
+        host = f", where the host is in {first.host[:60]}" if first.host else ""
+        evidence = (
+            f"{runs:,.1f} other gaps a step, {format_time(seconds)} in all, the most of it after "
+            f"{short_name(first.after)[:60]} ({format_time(first.seconds)}){host}"
+        )
+        yield Cause(name, seconds, evidence, _why(first)[1], _WHAT.get(name) or "gaps of over 0.5 ms")
 
 
 def _why(gap: _Gap) -> tuple[str, str]:
@@ -107,8 +126,7 @@ def _long(device: DeviceTimes) -> tuple[Times, Times, list[tuple[str, bool]]]:
     found = []
     for begin, finish in zip(lane.steps.start.tolist(), lane.steps.end.tolist(), strict=True):
         gaps = busy.gaps(begin, finish)
-        longest = max(_LONG_GAP, int(_SHARE * (finish - begin)))
-        chosen = gaps.end - gaps.start >= longest
+        chosen = gaps.end - gaps.start >= _LONG_GAP
         found += [
             (a, b, b == finish) for a, b in zip(gaps.start[chosen].tolist(), gaps.end[chosen].tolist(), strict=True)
         ]

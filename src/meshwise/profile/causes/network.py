@@ -1,11 +1,10 @@
-"""Causes in communication: exposed collectives, groups that lie badly, stragglers.
+"""Causes in communication: exposed collectives, groups that lie badly.
 
-Not here: copies and gaps (`host`).
+Not here: waiting for others (`stragglers`), copies and gaps (`host`).
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from meshwise.core.units import format_bandwidth, format_bytes, format_time
 from meshwise.profile.causes.cause import Cause
 from meshwise.profile.optimes import OpTime
-from meshwise.profile.profile import DeviceTimes, Profile
-from meshwise.profile.trace import SECOND, Activity, Collective
+from meshwise.profile.profile import Profile
+from meshwise.profile.trace import Activity, Collective
 
 #: A collective that takes longer than its wire by this factor lies badly; smaller ones than this are latency.
 _STRIDED, _FEWEST_BYTES = 1.6, 1 << 20
@@ -23,7 +22,6 @@ _GPUS_OF_A_NODE = 8
 
 def network_causes(profile: Profile) -> Iterator[Cause]:
     """All of them."""
-    yield from _stragglers(profile)
     groups = communication(profile)
     neighbours = max((g.bus_bandwidth or 0.0 for g in groups if _lies_together(g)), default=0.0)
     strided = [(group, cause) for group in groups for cause in _strided(profile, group, neighbours)]
@@ -180,68 +178,3 @@ def _strided(profile: Profile, group: Group, neighbours: float) -> Iterator[Caus
             "order the devices so that this axis lies on neighbours (jax.make_mesh does), or map a quieter axis there"
         )
         yield Cause("strided-group", seconds, evidence, change, f"the group of {group.kind} is not of neighbours")
-
-
-def _stragglers(profile: Profile) -> Iterator[Cause]:
-    """One device that the others wait for, and what it does meanwhile."""
-    devices = profile.devices
-    if len(devices) < 2:
-        return
-    others = len(devices) - 1
-    late = [_lateness(profile, place) for place in range(len(devices))]
-    worst = max(range(len(devices)), key=lambda place: (late[place], -place))
-    waited = profile.partition_s["waiting"]
-    seconds = late[worst]
-    rest = sorted(late[:worst] + late[worst + 1 :])
-    one = seconds > 2 * max(rest[-1], 0.0) if others > 1 else seconds > 1.5 * max(rest[-1], 0.0)
-    if one and seconds > 0.005 * profile.step_s:
-        what = f"{_device_name(devices, worst)} is slower than the others"
-        yield Cause("straggler", seconds, _slow_words(devices, worst, seconds), _replace_words(devices, worst), what)
-    elif waited > 0:
-        evidence = (
-            f"{format_time(waited)} of a step on average, in {profile.waiting.matched:,} runs of collectives that "
-            f"{len(devices)} devices recorded; the last to arrive is not always the same"
-        )
-        change = "even out work: sequence lengths, experts, pipeline stages; pin host threads"
-        yield Cause("waiting", waited, evidence, change, "waiting for each other")
-
-
-def _lateness(profile: Profile, place: int) -> float:
-    """Seconds a step by which a device is slower than others, or by which these wait for it, whichever is more."""
-    devices, own = profile.devices, profile.devices[place]
-    others = [d for d in devices if d is not own]
-    steps = own.step_s - statistics.median(d.step_s for d in others)
-    computes = own.mean("compute") - statistics.median(d.mean("compute") for d in others)
-    blamed = profile.waiting.blame[place] - statistics.mean(
-        blame for number, blame in enumerate(profile.waiting.blame) if number != place
-    )
-    return max(steps, computes, blamed / SECOND / max(len(own.lane.steps), 1))
-
-
-def _slow_words(devices: tuple[DeviceTimes, ...], worst: int, seconds: float) -> str:
-    """What the slow device does longer."""
-    own, others = devices[worst], devices[:worst] + devices[worst + 1 :]
-    compute, typical = own.mean("compute"), statistics.median(d.mean("compute") for d in others)
-    idle, usual = own.mean("idle"), statistics.median(d.mean("idle") for d in others)
-    waits = statistics.mean(d.mean("waiting") for d in others)
-    name = _device_name(devices, worst)
-    more = f"computes {compute / typical - 1:+.1%}" if typical else "computes as long"
-    return (
-        f"{name} is {format_time(seconds)} a step behind the others: it {more}, is idle {format_time(max(idle, 0))} "
-        f"(others {format_time(max(usual, 0))}); the others wait {format_time(waits)} in collectives"
-    )
-
-
-def _device_name(devices: tuple[DeviceTimes, ...], place: int) -> str:
-    """A device's name; its file's where all have one name."""
-    own = devices[place]
-    return own.lane.device.name if len({d.lane.device.name for d in devices}) > 1 else own.trace.source
-
-
-def _replace_words(devices: tuple[DeviceTimes, ...], worst: int) -> str:
-    own, others = devices[worst], devices[:worst] + devices[worst + 1 :]
-    compute = own.mean("compute") - statistics.median(d.mean("compute") for d in others)
-    idle = own.mean("idle") - statistics.median(d.mean("idle") for d in others)
-    if compute >= idle:
-        return "look at this device's clocks, temperature and power cap, and at whether it gets more tokens than others"
-    return "look at this device's host: data loading, logging, garbage collection, other processes"

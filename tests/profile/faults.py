@@ -1,0 +1,192 @@
+"""Faults put into traces as they were read, whatever tool wrote them: a gap, a slow collective, a slow device."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from meshwise.profile.intervals import Intervals
+from meshwise.profile.partition import busy_times
+from meshwise.profile.ranks import Lane, _collectives
+from meshwise.profile.steps import Steps, find_steps
+from meshwise.profile.trace import Activity, Array
+
+MS = 10**9  # picoseconds
+
+
+def lanes_of(traces):
+    """(trace's place, device's place, lane) of every device with steps."""
+    return [
+        (owner, place, Lane(device, trace.ops, find_steps(trace, place)))
+        for owner, trace in enumerate(traces)
+        for place, device in enumerate(trace.devices)
+    ]
+
+
+def changed(traces, change):
+    """Traces whose streams are `change(owner, place, stream)`, device markers moved like their streams."""
+    return [
+        replace(trace, devices=tuple(
+            replace(device, streams=tuple(change(owner, place, s) for s in device.streams))
+            for place, device in enumerate(trace.devices)
+        ))
+        for owner, trace in enumerate(traces)
+    ]  # fmt: skip
+
+
+def later(stream, cuts, lengths, longer=()):
+    """A stream in which time stops at each cut; operations in `longer` that run at a cut take longer, too."""
+    before = np.concatenate(([0], np.cumsum(lengths)))
+    start = stream.start + before[np.searchsorted(cuts, stream.start, side="right")]
+    grown = (
+        before[np.searchsorted(cuts, stream.end, side="right")]
+        - before[np.searchsorted(cuts, stream.start, side="right")]
+    )
+    holds = np.isin(stream.op, list(longer)) | np.array(stream.nested)
+    return replace(stream, start=start, duration=stream.duration + np.where(holds, grown, 0))
+
+
+def moved_markers(traces, cuts):
+    """Markers on devices, and the host's time, moved as the devices' own streams were."""
+
+    def moved(owner, marker):
+        found = cuts.get((owner, marker.device))
+        if found is None:
+            return marker
+        at, lengths = found
+        before = np.concatenate(([0], np.cumsum(lengths)))
+        begin, end = (int(t + before[np.searchsorted(at, t, side="right")]) for t in (marker.start, marker.end))
+        return replace(marker, start=begin, duration=end - begin)
+
+    return [replace(t, markers=tuple(moved(owner, m) for m in t.markers)) for owner, t in enumerate(traces)]
+
+
+def stopped(traces, cuts, longer=None):
+    """Time stops on devices: (owner, place) -> (cuts, lengths)."""
+    longer = longer or {}
+
+    def change(owner, place, stream):
+        if (owner, place) not in cuts:
+            return stream
+        return later(stream, *cuts[owner, place], longer.get(owner, ()))
+
+    return moved_markers(changed(traces, change), cuts)
+
+
+def with_gap(traces, seconds):
+    """In each step of each trace nothing runs for a while, from the middle of it: the host is late, too."""
+    found = []
+    for trace in traces:
+        (_, _, lane), *_ = lanes_of([trace])
+        busy = Intervals.union(busy_times(device, trace.ops).any for device in trace.devices)
+        cuts = []
+        for begin, end in zip(lane.steps.start, lane.steps.end, strict=True):
+            inside = (busy.start > begin) & (busy.start < end)
+            cuts.append(int(np.sort(busy.start[inside])[inside.sum() // 2]) if inside.any() else int(begin))
+        found.append(_host_stopped(trace, np.array(cuts), round(seconds * 1e12)))
+        cut = np.array(cuts), np.full(len(cuts), round(seconds * 1e12))
+        (found[-1],) = stopped([found[-1]], {(0, place): cut for place in range(-1, len(trace.devices))})
+    return found
+
+
+def _host_stopped(trace, cuts, length):
+    """Threads of the host and launches, later by a length after each cut."""
+
+    def late(times):
+        return np.where(times < 0, times, times + length * np.searchsorted(cuts, times, side="right"))
+
+    devices = tuple(
+        replace(d, streams=tuple(replace(s, launch=late(s.launch)) for s in d.streams)) for d in trace.devices
+    )
+    host = tuple(
+        replace(t, start=late(t.start), duration=late(t.start + t.duration) - late(t.start)) for t in trace.host
+    )
+    return replace(trace, devices=devices, host=host)
+
+
+def with_longer_collective(traces, seconds):
+    """The longest collective of each step takes longer on every device, and all that follows is later."""
+    cuts, longer = {}, {}
+    for owner, place, lane in lanes_of(traces):
+        found = []
+        for begin, end in zip(lane.steps.start, lane.steps.end, strict=True):
+            runs = [
+                (int(d), int(e) - 1, int(o))
+                for s in lane.device.streams
+                for b, d, e, o in zip(s.start, s.duration, s.end, s.op, strict=True)
+                if lane.ops[o].activity == Activity.COLLECTIVE and begin <= b and e <= end
+            ]
+            if runs:
+                found.append(max(runs))
+                longer.setdefault(owner, set()).add(max(runs)[2])
+        found.sort(key=lambda run: run[1])
+        cuts[owner, place] = (
+            np.array([e for _, e, _ in found], dtype=np.int64),
+            np.full(len(found), round(seconds * 1e12)),
+        )
+    return stopped(traces, cuts, longer)
+
+
+def _whole(lane):
+    """A device with all that ran on it as one step."""
+    start = np.array([min(int(s.start.min()) for s in lane.device.streams)])
+    end = np.array([max(int(s.end.max()) for s in lane.device.streams)])
+    return Lane(lane.device, lane.ops, Steps(start, end, ("0",), "all"))
+
+
+def with_slow_device(traces, slow, factor):
+    """Operations of one device take longer, and others wait for it in the collectives that they share."""
+    lanes = [(owner, place, _whole(lane)) for owner, place, lane in lanes_of(traces)]
+    owner, place, lane = lanes[slow]
+    compute = busy_times(lane.device, lane.ops).compute
+
+    def stretched(times):
+        return times + np.rint((factor - 1) * compute.before(times)).astype(np.int64)
+
+    own = dict(_collectives(slow, lane))
+    cuts, longer = {}, {}
+    for number, (other, at, one) in enumerate(lanes):
+        if number == slow:
+            continue
+        shared = sorted(
+            (start + length - 1, key) for key, (_, start, length) in _collectives(number, one) if key in own
+        )
+        ends = np.array([own[key][1] + own[key][2] for _, key in shared], dtype=np.int64)
+        late = np.maximum.accumulate(stretched(ends) - ends) if len(ends) else ends
+        cuts[other, at] = np.array([end for end, _ in shared], dtype=np.int64), np.diff(late, prepend=0)
+        longer.setdefault(other, set()).update(n for n, op in enumerate(one.ops) if op.activity == Activity.COLLECTIVE)
+    found = stopped(traces, cuts, longer)
+
+    def change(trace, device, stream):
+        if (trace, device) != (owner, place):
+            return stream
+        start, end = stretched(stream.start), stretched(stream.end)
+        return replace(stream, start=start, duration=end - start)
+
+    found = changed(found, change)
+
+    def moved(marker):
+        begin, end = stretched(np.array([marker.start, marker.end])).tolist()
+        return replace(marker, start=begin, duration=end - begin)
+
+    markers = tuple(moved(m) if m.device == place else m for m in found[owner].markers)
+    found[owner] = replace(found[owner], markers=markers)
+    return found
+
+
+def with_attention_not_fused(traces, seconds):
+    """Each fused attention becomes a product that writes scores, and all of a step take longer by so much."""
+    cuts, longer, every = {}, {}, []
+    for owner, trace in enumerate(traces):
+        names = {n for n, op in enumerate(trace.ops) if op.category == "attention"}
+        scores = {"results": (Array((4, 16, 2048, 2048), "bf16"),), "matmul": (64, 2048, 64, 2048)}
+        longer[owner] = names
+        every.append(replace(trace, ops=tuple(
+            replace(op, category="matmul", scope="attention", **scores) if n in names else op
+            for n, op in enumerate(trace.ops)
+        )))  # fmt: skip
+    for owner, place, lane in lanes_of(traces):
+        ends = [e - 1 for s in lane.device.streams for e in s.end[np.isin(s.op, list(longer[owner]))]]
+        ends = np.sort(np.array(ends, dtype=np.int64))
+        inside = sum(((lane.steps.start[0] <= ends) & (ends < lane.steps.end[-1])).tolist())
+        cuts[owner, place] = ends, np.full(len(ends), round(seconds * 1e12 * len(lane.steps) / inside))
+    return stopped(every, cuts, longer)

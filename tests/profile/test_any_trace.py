@@ -1,0 +1,97 @@
+"""Faults put into real traces of all formats are what changed most, with their milliseconds, with a plan or without.
+
+A trace has causes of its own, which may be larger; against the trace without the fault they fall away. A straggler is
+named first whatever else there is.
+"""
+
+from functools import cache
+
+import pytest
+
+from meshwise.commands.profile import ProfileRequest
+from meshwise.profile import profile_traces
+from meshwise.profile.beside import Planned, beside_plan, beside_serving
+from meshwise.profile.causes import find_causes
+from meshwise.profile.compare import compare
+from meshwise.profile.diagnosis import Diagnosis
+from tests.profile.faults import with_attention_not_fused, with_gap, with_longer_collective, with_slow_device
+from tests.profile.traces import DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, traces_of
+
+WITHIN, MS = 0.1, 1e-3
+GPU_ONLY = str(TRACES / "gpu_only.json.gz")
+PLANS = {
+    tuple(PAX): ProfileRequest(
+        traces=PAX, model="D=768 F=3072 L=12 N=12 K=12 H=64 V=50304", on="a100-sxm-40gb:4",
+        layout="fsdp=4,remat=none", batch_tokens="32Ki", seq_len=2048,
+    ),
+    (SGLANG,): ProfileRequest(
+        traces=[SGLANG], model="qwen3-8b", on="mi300x:1", layout="tensor=1", batch=32, context=1024
+    ),
+}  # fmt: skip
+
+
+def both(paths, fault):
+    """The trace without and with a fault; beside its plan, too, where it has one."""
+    request = PLANS.get(tuple(paths))
+    plan = request.planned() if request else None
+    before, after = profile_of(*paths), profile_traces(fault(traces_of(*paths)))
+    for beside in (None, *([_beside] if plan else [])):
+        yield tuple(Diagnosis(p, find_causes(p, beside and beside(p, plan))) for p in (before, after))
+
+
+@cache
+def profile_of(*paths):
+    return profile_traces(traces_of(*paths))
+
+
+def _beside(profile, plan):
+    return beside_plan(profile, plan) if isinstance(plan, Planned) else beside_serving(profile, plan)
+
+
+def changed_most(before, after):
+    """The cause that changed most, and by how many seconds."""
+    found = compare(before.profile, after.profile, before.causes, after.causes).causes[0]
+    return found.name, found.difference
+
+
+@pytest.mark.parametrize("paths", [PAX, DLRM, [RESNET], [QWEN], [SGLANG], [GPU_ONLY]], ids=lambda p: p[0][-12:])
+def test_a_gap_of_5_ms(paths):
+    for before, after in both(paths, lambda traces: with_gap(traces, 5 * MS)):
+        assert changed_most(before, after) == ("host-gap", pytest.approx(5 * MS, rel=WITHIN))
+        if before.causes[0].seconds < 5 * MS:
+            assert after.causes[0].name == "host-gap"
+
+
+@pytest.mark.parametrize("paths", [PAX, [RESNET]], ids=lambda p: p[0][-12:])
+def test_an_all_reduce_made_exposed(paths):
+    for before, after in both(paths, lambda traces: with_longer_collective(traces, 5 * MS)):
+        assert changed_most(before, after) == ("exposed-collective", pytest.approx(5 * MS, rel=WITHIN))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("paths", [PAX, DLRM], ids=["pax", "dlrm"])
+def test_a_rank_slowed_by_8_percent_is_first(paths, slow):
+    """Also where the program loses more by other causes, and where ranks that compute different things wait at will."""
+    for before, after in both(paths, lambda traces: with_slow_device(traces, slow, 1.08)):
+        lost = 0.08 * before.profile.devices[slow].mean("compute")
+        assert all(c.name != "straggler" for c in before.causes)
+        first = after.causes[0]
+        assert (first.name, first.seconds) == ("straggler", pytest.approx(lost, rel=WITHIN))
+
+
+@pytest.mark.parametrize("path", [QWEN, SGLANG, TE], ids=["qwen", "sglang", "te"])
+def test_attention_that_is_not_fused(path):
+    for before, after in both([path], lambda traces: with_attention_not_fused(traces, 5 * MS)):
+        own = sum(t.seconds for t in before.profile.ops if t.kind.category == "attention")
+        assert changed_most(before, after) == ("attention-not-fused", pytest.approx(own + 5 * MS, rel=WITHIN))
+        assert after.causes[0].name == "attention-not-fused"
+
+
+def test_devices_that_exchange_nothing_have_no_straggler():
+    """Steps of devices that never meet differ at will."""
+    traces = traces_of(QWEN)
+    late = with_gap(traces, 9 * MS)
+    found = profile_traces([*traces, *late])
+    assert len(found.devices) == 2
+    assert found.devices[1].step_s > found.devices[0].step_s + 8 * MS
+    assert all(c.name != "straggler" for c in find_causes(found))
