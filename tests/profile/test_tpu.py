@@ -122,3 +122,75 @@ def test_a_group_that_does_not_lie_on_neighbours_is_named(trace):
     mean = (300 + 240) / 2
     assert 1e6 * strided.seconds == pytest.approx(mean - 139.8, rel=0.01)
     assert "0,2,4,6" in strided.evidence
+    assert "on a line whose ends are not linked" in strided.evidence
+    assert "numbers of devices are taken for places" in strided.evidence
+
+
+def program(groups, devices):
+    """The plane of a program in which the all-reduce goes over groups of places, which are devices in some order."""
+    kinds = _classes()
+    instruction = kinds["HloInstruction"](name="all-reduce.1", opcode="all-reduce", id=1)
+    instruction.shape.element_type, instruction.shape.dimensions[:] = 11, [4194304]
+    for group in groups:
+        instruction.replica_groups.add(replica_ids=group)
+    found = kinds["HloProto"]()
+    found.hlo_module.name = "jit_step"
+    found.hlo_module.computations.add(id=1, instructions=[instruction])
+    assigned = found.hlo_module.device_assignment
+    assigned.replica_count, assigned.computation_count = 1, len(devices)
+    for device in devices:
+        assigned.computation_devices.add(replica_device_ids=[device])
+    plane = kinds["XPlane"](name="/host:metadata")
+    plane.stat_metadata.add(key=1).value.name = "Hlo Proto"
+    value = plane.event_metadata.add(key=77).value
+    value.name = "jit_step(77)"
+    value.stats.add(metadata_id=1, bytes_value=found.SerializeToString())
+    return plane
+
+
+def causes_of(tmp_path, *planes):
+    path = tmp_path / "placed.xplane.pb"
+    path.write_bytes(_classes()["XSpace"](planes=planes).SerializeToString())
+    profile = profile_traces(read_traces([str(path)]))
+    return profile, {c.name: c for c in find_causes(profile)}
+
+
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_groups_are_of_devices_in_the_order_of_the_program(tmp_path):
+    """Pairs of neighbouring places, four devices apart, two chips on a 2x4 slice: four groups share the links."""
+    _, causes = causes_of(tmp_path, program(PAIRS, [0, 4, 1, 5, 2, 6, 3, 7]), tpu(0), tpu(1))
+    evidence = causes["strided-group"].evidence
+    assert "over devices 0,4" in evidence
+    assert "on a 2x4 slice its links carry 2 times what those of neighbours would" in evidence
+    assert "taken for places" not in evidence
+
+
+def test_devices_that_stand_side_by_side_are_not_strided(tmp_path):
+    """Places two apart, and devices of neighbouring chips: slow for another reason, and so not named."""
+    groups = [[0, 2], [1, 3], [4, 6], [5, 7]]
+    _, causes = causes_of(tmp_path, program(groups, [0, 2, 1, 3, 4, 6, 5, 7]), tpu(0), tpu(1))
+    assert "strided-group" not in causes
+    assert "exposed-collective" in causes
+
+
+def numbered(plane, chip):
+    """A plane that says which chip of the job it is: TPU:0 of the second host is not TPU:0 of the first."""
+    plane.stat_metadata.add(key=90).value.name = "core_details"
+    details = _classes()["CoreDetails"](device_ordinal=0, local_chip_id=0, global_chip_id=chip, global_core_id=chip)
+    plane.stats.add(metadata_id=90, bytes_value=details.SerializeToString())
+    return plane
+
+
+def test_devices_of_several_hosts_have_numbers_of_their_job(tmp_path):
+    for host, chip in enumerate((1, 4)):  # places 2 and 1 of the program, which send together
+        planes = [program(PAIRS, [0, 4, 1, 5, 2, 6, 3, 7]), numbered(tpu(0, late=60 * host), chip)]
+        (tmp_path / f"host{host}.xplane.pb").write_bytes(_classes()["XSpace"](planes=planes).SerializeToString())
+    apart = profile_traces(read_traces([str(tmp_path)]))
+    assert [d.lane.device.name for d in apart.devices] == ["TPU:1", "TPU:4"]
+    assert apart.waiting.matched == 0  # devices 0 and 4 send together, 1 and 5
+    planes = [program(PAIRS, [0, 4, 1, 5, 2, 6, 3, 7]), numbered(tpu(0), 5)]
+    (tmp_path / "host1.xplane.pb").write_bytes(_classes()["XSpace"](planes=planes).SerializeToString())
+    together = profile_traces(read_traces([str(tmp_path)]))
+    assert together.waiting.matched == together.waiting.total == 6

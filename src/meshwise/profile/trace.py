@@ -47,6 +47,7 @@ class Collective:
         group_size: devices that take part, None where the trace does not say.
         groups: they themselves, group by group, where the trace says; Kineto knows only the group of its own rank.
         group: name of the group, where it has one.
+        placed: whether groups are of devices; if not, of their places in the program, which may be in another order.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Collective:
     group_size: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     group: str = ""
+    placed: bool = False
 
     def group_of(self, rank: int | None) -> tuple[int, ...]:
         """The group that a rank sends in, () if unknown."""
@@ -153,7 +155,7 @@ class Device:
     Args:
         name: `rank 0`, `TPU:0`.
         chip: as the trace calls it, "" if it does not.
-        rank: number among the processes or devices of the job, None where the trace does not say.
+        rank: number among the processes or devices of the job, None where the trace does not say; of TPUs the device's.
         clock: devices of one clock can be compared in absolute time.
         streams: its queues.
         memory: (time, bytes allocated) where the trace has it.

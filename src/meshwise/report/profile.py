@@ -15,8 +15,8 @@ from rich.text import Text
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bandwidth, format_bytes, format_flops_per_s, format_time
 from meshwise.profile.causes import Cause
-from meshwise.profile.causes.network import Group, communication
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.groups import Group, communication
 from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, roofline_of
 from meshwise.profile.partition import PARTS

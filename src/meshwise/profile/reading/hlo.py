@@ -64,6 +64,9 @@ class HloProgram:
             for number in user.operand_ids:
                 self._users.setdefault(number, []).append(user)
         self._made: dict[str, OpKind] = {}
+        rows = [tuple(c.replica_device_ids) for c in module.device_assignment.computation_devices]
+        #: The device of each number that groups have: replicas one after the other, each with all its partitions.
+        self.devices = tuple(row[replica] for replica in range(min(map(len, rows), default=0)) for row in rows)
 
     @property
     def names(self) -> Iterator[str]:
@@ -301,9 +304,15 @@ class HloProgram:
             arrays = arrays[: max(len(arrays_of(sender.shape)), 1)]
         largest = max(map(array_bytes, arrays), default=0.0)
         groups = groups_of(sender)
+        numbers = len(self.devices)
+        placed = numbers > 1 and all(0 <= n < numbers for group in groups for n in group)
+        if placed:
+            groups = tuple(tuple(self.devices[n] for n in group) for group in groups)
+            if not groups and not sender.opcode.startswith("collective-permute"):
+                groups = (tuple(sorted(self.devices)),)  # none is named where all take part
         kind = _plain(sender.opcode) if _plain(sender.opcode) in _COLLECTIVES else collective_kind(own.opcode)
         size = len(groups[0]) if groups else None
-        return Collective(kind, largest or None, size, groups)
+        return Collective(kind, largest or None, size, groups, placed=placed)
 
 
 def _is_product(convolution: Message) -> bool:

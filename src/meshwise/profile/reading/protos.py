@@ -14,7 +14,7 @@ from meshwise.core.errors import MissingDependencyError
 Message: TypeAlias = Any
 
 #: Message -> fields as `name number type`; `*` repeats, other words are messages. From openxla/xla: xplane.proto,
-#: hlo.proto, xla_data.proto.
+#: hlo.proto, xla_data.proto; CoreDetails from openxla/xprof: op_stats.proto.
 _MESSAGES = {
     "XSpace": "planes 1 *XPlane, errors 2 *str, hostnames 4 *str",
     "XPlane": "id 1 int, name 2 str, lines 3 *XLine, event_metadata 4 *EventEntry, stat_metadata 5 *StatEntry,"
@@ -29,7 +29,11 @@ _MESSAGES = {
     "XStatMetadata": "id 1 int, name 2 str",
     "HloProto": "hlo_module 1 HloModule",
     "HloModule": "name 1 str, entry_computation_name 2 str, computations 3 *HloComputation, id 5 int,"
-    "entry_computation_id 6 int",
+    "entry_computation_id 6 int, device_assignment 15 DeviceAssignment",
+    "DeviceAssignment": "replica_count 1 int, computation_count 2 int, computation_devices 3 *ComputationDevices",
+    "ComputationDevices": "replica_device_ids 1 *int",
+    "CoreDetails": "device_ordinal 2 int, core_num 3 int, local_chip_id 4 int, global_chip_id 5 int,"
+    "global_core_id 6 int",
     "HloComputation": "name 1 str, instructions 2 *HloInstruction, id 5 int, root_id 6 int",
     "HloInstruction": "name 1 str, opcode 2 str, shape 3 Shape, metadata 7 OpMetadata, window 15 Window,"
     "convolution_dimension_numbers 16 ConvolutionDimensions, custom_call_target 28 str, dot_dimension_numbers 30"

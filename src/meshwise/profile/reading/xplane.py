@@ -13,10 +13,11 @@ from functools import partial
 
 import numpy as np
 
+from meshwise.profile.chips import chip_of
 from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
 from meshwise.profile.reading.hlo import HloProgram, phase_of
 from meshwise.profile.reading.hlo_parts import arrays_in, groups_in
-from meshwise.profile.reading.protos import BrokenProtoError, Message
+from meshwise.profile.reading.protos import BrokenProtoError, Message, parse
 from meshwise.profile.reading.wire import parsed_plane, planes
 from meshwise.profile.trace import (
     Activity,
@@ -73,6 +74,7 @@ class _Reader:
     by_name: dict[str, HloProgram] = field(default_factory=dict)
     devices: dict[tuple[str, int], list[Stream]] = field(default_factory=dict)
     chips: dict[tuple[str, int], str] = field(default_factory=dict)
+    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
     markers: list[Marker] = field(default_factory=list)
     threads: list[HostThread] = field(default_factory=list)
     texts: dict[str, int] = field(default_factory=dict)
@@ -122,7 +124,13 @@ def _read_programs(reader: _Reader, plane: Message) -> None:
 def _trace(reader: _Reader) -> Trace:
     kinds = sorted({kind for kind, _ in reader.devices})
     devices = tuple(
-        Device(f"{kind}:{number}", reader.chips.get((kind, number), ""), number, reader.source, tuple(streams))
+        Device(
+            f"{kind}:{reader.numbers.get((kind, number), number)}",
+            reader.chips.get((kind, number), ""),
+            reader.numbers.get((kind, number), number),
+            reader.source,
+            tuple(streams),
+        )
         for (kind, number), streams in sorted(reader.devices.items())
     )
     missing = []
@@ -136,7 +144,8 @@ def _trace(reader: _Reader) -> Trace:
         missing.append("the name of the chip (--on names it)")
     return Trace(
         reader.source, "xplane", reader.ops.ops, devices, tuple(reader.markers), tuple(reader.threads),
-        tuple(reader.texts), len(devices) or None, tuple(missing),
+        tuple(reader.texts), max((len(devices), *(len(p.devices) for p in reader.programs.values()))) or None,
+        tuple(missing),
     )  # fmt: skip
 
 
@@ -205,6 +214,8 @@ def _read_device(reader: _Reader, plane: Message, key: tuple[str, int], part: st
     about = names.values(plane.stats)
     chip = str(about.get("device_type_string") or about.get("device_name") or _amd(about) or "")
     reader.chips[key] = reader.chips.get(key) or chip
+    if isinstance(about.get("core_details"), bytes):
+        reader.numbers[key] = _job_number(about["core_details"], chip)
     modules = _modules(names, plane)
     streams = reader.devices.setdefault(key, [])
     on_tpu = any(line.name in _OPERATIONS for line in plane.lines)
@@ -218,6 +229,13 @@ def _read_device(reader: _Reader, plane: Message, key: tuple[str, int], part: st
     reader.devices[key] = [s for s in streams if len(s.op)]
     if not reader.devices[key]:
         del reader.devices[key]
+
+
+def _job_number(details: object, chip: str) -> int:
+    """The number of a TPU's device within its job, from the numbers of its chip and core; planes count per host."""
+    core, found = parse("CoreDetails", bytes(details)), chip_of(chip)  # type: ignore[call-overload]
+    per_chip = found.devices_per_chip if found is not None else 1
+    return int(core.global_chip_id * per_chip + (core.core_num if per_chip > 1 else 0))
 
 
 def _amd(about: dict[str, object]) -> str:
