@@ -14,6 +14,7 @@ from meshwise.profile.beside import Planned, beside_plan, beside_serving
 from meshwise.profile.causes import find_causes
 from meshwise.profile.compare import compare
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.trace import Activity, Collective, Device, Marker, OpKind, StreamBuilder, Trace
 from tests.profile.faults import with_attention_not_fused, with_gap, with_longer_collective, with_slow_device
 from tests.profile.traces import DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, traces_of
 
@@ -95,3 +96,29 @@ def test_devices_that_exchange_nothing_have_no_straggler():
     assert len(found.devices) == 2
     assert found.devices[1].step_s > found.devices[0].step_s + 8 * MS
     assert all(c.name != "straggler" for c in find_causes(found))
+
+
+def overlapped(rank, factor, layers=20):
+    """A rank that gathers the next layer's weights behind this layer's products, of which the slower takes 1,080 us."""
+    ops = (
+        OpKind("product", Activity.COMPUTE, "matmul"),
+        OpKind("gather", Activity.COLLECTIVE, "collective", collective=Collective("all-gather", 1e9, 2, ((0, 1),))),
+    )
+    computes, sends = StreamBuilder("0"), StreamBuilder("1")
+    now, us = 0, 10**6
+    for _ in range(layers):
+        computes.add(now, round(1000 * factor * us), 0)
+        slowest = now + 1080 * us  # the gather begins with the layer, and ends when the slower rank has joined it
+        length = 1085 * us if factor == 1 else 485 * us  # of the gather: the slow rank joins late
+        sends.add(slowest + 5 * us - length, length, 1)
+        now = slowest + 5 * us
+    device = Device(f"rank {rank}", "", rank, f"{rank}", (computes.build(), sends.build()))
+    return Trace(f"rank{rank}", "chrome", ops, (device,), (Marker("step 0", 0, now, 0),))
+
+
+def test_waits_behind_computation_cost_nothing():
+    """Each gather of the fast rank waits 600 us for the slow one, and the step is longer by 80 us."""
+    profile = profile_traces([overlapped(0, 1.0), overlapped(1, 1.08)])
+    assert profile.waiting.blame_s(1) == pytest.approx(20 * 600e-6)
+    first = find_causes(profile)[0]
+    assert (first.name, first.seconds) == ("straggler", pytest.approx(20 * 80e-6))

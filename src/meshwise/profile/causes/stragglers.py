@@ -48,8 +48,9 @@ def _lateness(profile: Profile, place: int, computes: float) -> float:
     """Seconds a step that a device costs the others.
 
     What it computes longer like for like (`computes`), unless that explains less than half of how much its steps are
-    longer, or of how long the others wait for it more than for each other, if that is most of what they wait. Devices
-    that exchange nothing do not wait for each other: there only slower computation counts.
+    longer, or of how long the others wait for it more than for each other, if that is most of what they wait: no more
+    than is exposed of their collectives, since waits may be hidden. Devices that exchange nothing do not wait for each
+    other: there only slower computation counts.
     """
     devices, waiting = profile.devices, profile.waiting
     others = [number for number in range(len(devices)) if number != place]
@@ -57,9 +58,9 @@ def _lateness(profile: Profile, place: int, computes: float) -> float:
         return computes
     steps = devices[place].step_s - statistics.median(devices[n].step_s for n in others)
     usual = statistics.mean(waiting.blame_s(n) for n in others)
-    late = max(steps, waiting.blame_s(place) - usual)
-    if late < usual:
-        late = 0.0
+    exposed = statistics.mean(devices[n].mean("waiting") + devices[n].mean("exposed_collective") for n in others)
+    more = waiting.blame_s(place) - usual
+    late = max(steps, min(more, exposed)) if max(steps, more) >= usual else 0.0
     return computes if computes >= steps and _FACTOR * computes >= late else late
 
 
