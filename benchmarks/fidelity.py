@@ -158,7 +158,8 @@ def _software() -> str:
     for s in SOFTWARE.values():
         gap = "the chip's" if s.gap is None else f"{s.gap * 1e6:.1f} us"
         beside = "beside compute" if s.beside_exchanges else "waited for"
-        shares = f"{kinds[s.flash]} | x {s.elementwise_passes:g} | {gap} | {waits[s.late_sends]} | {beside}"
+        sends = waits[s.late_sends] + (f" ({', '.join(s.late_schedules)})" if s.late_schedules else "")
+        shares = f"{kinds[s.flash]} | x {s.elementwise_passes:g} | {gap} | {sends} | {beside}"
         lines.append(f"| `fitted+{s.name}` | {s.meaning} | {shares} | {s.source} |")
     return "\n".join(lines) + "\n"
 

@@ -18,9 +18,12 @@ from meshwise.cli.main import COMMANDS, VERBS, LazyGroup, main
 from meshwise.cli.mcp import input_schema, tools
 from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import CALIBRATIONS, Calibration
+from meshwise.costs.hidden import SENT
 from meshwise.costs.memory import MEMORY_CLASSES
 from meshwise.costs.rules import RULES
 from meshwise.costs.step import TERMS
+from meshwise.exports import TOOLS
+from meshwise.exports.targets import overlap_of
 from meshwise.hardware import Chip, Fabric, SliceRules, chips, machines, networks
 from meshwise.jobs import OPTIMIZERS, PRECISIONS, Precision
 from meshwise.models import catalog, load_model
@@ -495,6 +498,7 @@ def tables() -> Mapping[str, str]:
         "models": _model_table(),
         "rules": _rule_table(),
         "tools": _tool_table(),
+        "overlap": _overlap_table(),
     }
 
 
@@ -505,6 +509,16 @@ def _tool_table() -> str:
         needed = ", ".join(map(_code, input_schema(verb)["required"]))
         rows.append((_code(name), needed or "-", COMMAND_LINES[name.replace("_", " ")]))
     return _table(("tool", "needs", "what it does"), rows)
+
+
+def _overlap_table() -> str:
+    """What each tool hides, with the option that makes it so and its source."""
+    rows = (
+        (_code(tool), f"`fitted+{overlap_of(tool).software[0]}`", SENT[what], said)
+        for tool in TOOLS
+        for what, said in overlap_of(tool).options.items()
+    )
+    return _table(("tool", "priced by", "hides", "by"), rows)
 
 
 #: Verb -> its line of the help.

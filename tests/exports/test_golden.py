@@ -151,6 +151,9 @@ def test_torchtitan_adds_up(case):
     assert shards % degrees.get("expert_parallel_degree", 1) == 0
     assert set(degrees) <= KNOWN["torchtitan ParallelismConfig"]
     assert set(training) | {"steps", "max_norm"} <= KNOWN["torchtitan TrainingConfig"]
+    compiled = keywords(done.text, "CompileConfig")
+    assert set(compiled) <= KNOWN["torchtitan CompileConfig"]
+    assert compiled["enable_async_tensor_parallel"] == (layout.tensor > 1 and layout.sequence_parallel)
     assert training["seq_len"] == plan.problem.job.seq_len
     assert training["global_batch_size"] == layout.sequences == ranks * layout.micro_batch * layout.num_microbatches
     local, micro_batch = training["local_batch_size"], degrees.get("pipeline_parallel_microbatch_size", 1)
@@ -173,7 +176,7 @@ def test_the_torchtitan_function_sets_a_configuration(case):
         def Config(cls):
             return cls()
 
-    names = {"ParallelismConfig": Holder, "TrainingConfig": Holder, "FullAC": Holder}
+    names = dict.fromkeys(("CompileConfig", "ParallelismConfig", "TrainingConfig", "FullAC"), Holder)
     tree = ast.parse(done.text)
     tree.body = [n for n in tree.body if not isinstance(n, ast.ImportFrom)]
     exec(compile(tree, "planned.py", "exec"), names)  # noqa: S102  (the text is under test)

@@ -61,10 +61,9 @@ def test_torchtitan_makes_its_configuration():
         tree = ast.parse(text)
         tree.body = [n for n in tree.body if not isinstance(n, ast.ImportFrom)]
         names = {
-            "ParallelismConfig": lambda **given: read_strictly(configs.ParallelismConfig, given),
-            "TrainingConfig": lambda **given: read_strictly(configs.TrainingConfig, given),
-            "FullAC": Policy,
-        }
+            name: lambda name=name, **given: read_strictly(getattr(configs, name), given)
+            for name in ("ParallelismConfig", "TrainingConfig", "CompileConfig")
+        } | {"FullAC": Policy}
         exec(compile(tree, "planned.py", "exec"), names)  # noqa: S102 -- the text is under test
         config = type("Config", (), {})()
         config.training = configs.TrainingConfig()

@@ -63,7 +63,8 @@ def test_what_is_found_for_a_tool_can_be_exported_to_it(job):
     for tool in able:
         found = plans(job, tool=tool, top=3)
         assert all(taken_by(plan, tool) for plan in found)
-        assert found[0].estimate.step_time.expected >= best[0].estimate.step_time.expected * (1 - 1e-12)
+        if found[0].problem.calibration == problem.calibration:  # else its own overlap prices it
+            assert found[0].estimate.step_time.expected >= best[0].estimate.step_time.expected * (1 - 1e-12)
 
 
 def _all_able(problem):

@@ -20,9 +20,8 @@ from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_time, parse_duration
-from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.exports import TOOLS, USUAL, asked_tools, check_written, parse_tools
+from meshwise.exports import TOOLS, USUAL, asked_tools, calibration_for, check_written, parse_tools
 from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
@@ -55,8 +54,8 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         "by default, those for the chip that have trainers of their own.",
     )
     calibration: str = "fitted"
-    """Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), none, a family by name,
-    or a file of meshwise calibrate."""
+    """Achieved rates: fitted (to whole steps; with one --tool, of that tool), fitted+SOFTWARE, operations (single ones
+    alone), none, a family by name, or a file of meshwise calibrate."""
     anchor: File | None = None
     """Measured steps of this model on these chips, in any layout (CSV, docs/measurements.md): what they are off by
     corrects all that is predicted."""
@@ -74,7 +73,8 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         cluster = self.must_find()
         model = load_model(self.model)
         check_length(model, self.seq_len)
-        problem = TrainingProblem(model, self.job(), cluster, find_calibration(self.calibration, cluster.chip))
+        calibration = calibration_for(self.tool, self.calibration, cluster.chip)
+        problem = TrainingProblem(model, self.job(), cluster, calibration)
         return problem if self.anchor is None else at_anchor(problem, self.anchor)
 
 

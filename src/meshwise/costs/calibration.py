@@ -82,6 +82,11 @@ class Links:
 IDEAL_LINKS = Links(1.0, overlapped=True)
 
 
+#: What may wait for all compute of a step: gathers of new "weights", sums of gradients of weights that every replica
+#: holds "whole", sums of gradients in "pipelines".
+LATE_ONCE = ("weights", "whole", "pipelines")
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Achieved shares of a chip's rates.
@@ -127,6 +132,11 @@ class Calibration:
             computes, so that exchanges cost what compute loses by them (`interference`).
         late_sends: how many sends between stages a device waits for at each of its passes: none where they run beside
             compute, one where both directions go at once, two where one follows the other.
+        late_schedules: schedules in which they are waited for; () for all.
+        late_once: what of the exchanges once a step over the data axis waits for all compute besides (`LATE_ONCE`).
+        fused_sequences: whether collective matmuls need sequence parallelism: an AllReduce has no pieces that one
+            product could wait for.
+        software: whose constants they are (`fitted.SOFTWARE`); "" for those of single operations.
         scattered_sends: whether chips that hold the same activations send a part each, and gather the rest from their
             neighbours (Narayanan et al. 2021, section 4.1).
         adds_gradients: whether gradients of weights are added to those of earlier microbatches by an operation of its
@@ -186,6 +196,10 @@ class Calibration:
     repeats_whole: bool = False
     beside_exchanges: bool = False
     late_sends: int = 0
+    late_schedules: tuple[str, ...] = ()
+    late_once: tuple[str, ...] = ()
+    fused_sequences: bool = False
+    software: str = ""
     scattered_sends: bool = False
     adds_gradients: bool = False
     half_output: float = 0.0
@@ -227,6 +241,7 @@ class Calibration:
         # The search bounds a step by its FLOPs at the rate of large matmuls.
         assert (self.attention_efficiency or 0) <= self.matmul_efficiency, f"{self.name}: attention beats matmuls"
         assert 0 <= self.overlap <= 1, f"{self.name}: overlap is a share"
+        assert set(self.late_once) <= set(LATE_ONCE), f"{self.name}: {self.late_once} has others than {LATE_ONCE}"
         assert 0 <= self.exchange_cores < 1, f"{self.name}: exchange_cores is a share"
         # Bounds of the search leave these out, so they may only cost time.
         assert 0 < self.attention_backward <= 1, f"{self.name}: attention_backward is a share"
@@ -235,6 +250,10 @@ class Calibration:
         assert 0 <= self.interference < 1, f"{self.name}: interference is a share"
         least = (self.half_depth, self.half_attention, self.half_output, self.gap, self.mixture_launch)
         assert min(*least, self.cache_start, self.host_step, self.host_request) >= 0, f"{self.name}: nothing is below 0"
+
+    def sends_waited_for(self, schedule: str) -> int:
+        """How many sends a device waits for at each pass under a schedule."""
+        return self.late_sends if schedule in (self.late_schedules or (schedule,)) else 0
 
     @property
     def in_steps(self) -> Calibration:

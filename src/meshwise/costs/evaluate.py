@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwise.core.tensors import Tensor
 from meshwise.costs.arithmetic import Num, is_one, maximum
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
@@ -311,7 +312,17 @@ def evaluated(
 def rates_of(problem: TrainingProblem, structure: LayoutChoices, wires: Wires, *, bounded: bool = True) -> StepRates:
     """The rates of one evaluation; arguments as in `evaluate`."""
     both_ways = structure.collective_matmul == "bidirectional"
-    return StepRates(problem.cluster.chip, problem.calibration, wires, both_ways, bounded)
+    return StepRates(problem.cluster.chip, calibration_of(problem, structure), wires, both_ways, bounded)
+
+
+def calibration_of(problem: TrainingProblem, structure: LayoutChoices) -> Calibration:
+    """The calibration as far as the choices of a layout let its software overlap."""
+    calibration = problem.calibration
+    if calibration.fused_sequences and not structure.sequence_parallel:
+        calibration = replace(calibration, collective_matmul=False)
+    if "whole" in calibration.late_once and structure.zero:
+        calibration = replace(calibration, late_once=tuple(w for w in calibration.late_once if w != "whole"))
+    return calibration
 
 
 def offloaded(costs: Costs, which: Iterable[str], share: Num = 1.0, *, ledger: Ledger | None = None) -> Costs:

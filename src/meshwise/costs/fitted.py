@@ -31,7 +31,8 @@ class Software:
         graphs: whether layers with experts are launched as graphs, so that the host is never waited for.
         source: where the numbers are from.
         gap: seconds between operations; None for `_GAP`.
-        beside_exchanges, late_sends, scattered_sends, adds_gradients: as in `Calibration`.
+        beside_exchanges, late_sends, late_schedules, late_once, fused_sequences: as in `Calibration`.
+        scattered_sends, adds_gradients: likewise.
         uneven_ring: as in `Calibration`.
         measured: whether steps of it, or of what differs in kernels alone, were compared with measured ones.
         rests_on: sources of measured steps by which its numbers, or that it is a software of its own, were decided.
@@ -48,6 +49,9 @@ class Software:
     gap: float | None = None
     beside_exchanges: bool = False
     late_sends: int = 0
+    late_schedules: tuple[str, ...] = ()
+    late_once: tuple[str, ...] = ()
+    fused_sequences: bool = False
     scattered_sends: bool = False
     adds_gradients: bool = False
     uneven_ring: bool = False
@@ -57,6 +61,11 @@ class Software:
 
 _STEPS = "fitted to whole steps"
 
+#: Schedules of PyTorch in which sends are waited for at each pass (`torch.distributed.pipelining.schedules`): others
+#: are run from a list of actions, on their way before they are needed. XLA runs these and GPipe as loops
+#: that end each turn with a permutation (`pipeline_delay_activation_forwarding` of MaxText, off by default).
+_WAITING = ("1f1b", "interleaved")
+
 #: By name; the first is what is assumed where nothing is said, on GPUs.
 SOFTWARE = {
     s.name: s
@@ -65,6 +74,7 @@ SOFTWARE = {
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
+            late_sends=1, late_schedules=("1f1b", "gpipe"), fused_sequences=True,
             rests_on=("nemo2407", "mbridge"),
         ),
         Software(
@@ -72,6 +82,7 @@ SOFTWARE = {
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
             gap=1.9e-6, beside_exchanges=True,
+            late_sends=1, late_schedules=("1f1b", "gpipe"), fused_sequences=True,
             rests_on=("mbridge",),
         ),
         Software(
@@ -79,6 +90,7 @@ SOFTWARE = {
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
             beside_exchanges=True,
+            late_sends=1, late_schedules=("1f1b", "gpipe"), fused_sequences=True,
             rests_on=("mbridge",),
         ),
         Software(
@@ -110,17 +122,31 @@ SOFTWARE = {
             "pytorch", "PyTorch FSDP, DeepSpeed and the like, 2024 and later: eager, FlashAttention 2",
             flash=2, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
             source="eager-2023's operations, later kernels; until 2.6 its rings of attention hold positions in order",
-            uneven_ring=True, measured=False,
+            late_sends=1, late_schedules=_WAITING, uneven_ring=True, measured=False,
         ),
         Software(
             "pytorch-compiled", "the same under torch.compile: elementwise operations fused",
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=False, graphs=False,
             source="pytorch's, with operations fused as in Transformer Engine", uneven_ring=True,
-            measured=False,
+            late_sends=1, late_schedules=_WAITING, measured=False,
+        ),
+        Software(
+            "torchtitan", "`pytorch-compiled` with asynchronous tensor parallelism, as exports set torchtitan up",
+            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
+            source="pytorch-compiled's; collectives of tensor parallelism run in pieces beside the matmuls",
+            late_sends=1, late_schedules=_WAITING, fused_sequences=True, measured=False,
+        ),
+        Software(
+            "deepspeed", "`pytorch` under DeepSpeed's engines, as exports set them up",
+            flash=2, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
+            source="pytorch's operations; ZeRO sums gradients beside the backward pass, but not in pipelines, and "
+            "gathers new weights after the update; without ZeRO gradients are summed at the end; sends are waited for",
+            late_sends=2, late_once=("weights", "whole", "pipelines"), measured=False,
         ),
         Software(
             "xla", "JAX: elementwise operations fused by XLA, a step launched as one program",
             flash=2, elementwise_passes=1.0, late_exchange=False, collective_matmul=None, graphs=True, source=_STEPS,
+            late_sends=1, late_schedules=("gpipe", *_WAITING),
             rests_on=("maxtext", "jaxtoolbox"),
         ),
     )
@@ -284,6 +310,10 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         late_gathers=True,
         beside_exchanges=software.beside_exchanges,
         late_sends=software.late_sends,
+        late_schedules=software.late_schedules,
+        late_once=software.late_once,
+        fused_sequences=software.fused_sequences,
+        software=software.name,
         scattered_sends=software.scattered_sends,
         adds_gradients=software.adds_gradients,
         repeats_whole=software.name != "xla",

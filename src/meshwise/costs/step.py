@@ -3,18 +3,19 @@
 The rule for the *expected* time, stated once:
 
 1. An operation takes the longer of its FLOPs and its bytes, at the calibration's achieved rates.
-2. Collectives on activations stand on the critical path, with two exceptions. On TPUs those over the tensor axis run
-   as collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts. So do those
-   that a layout asks for, on any chip; they go round a ring, send by send. The keys and values of ring attention hide
-   behind the attention of their own block and pass. What is gathered once more for gradients of weights alone comes
-   beside the other gradients, where the software does so (`late_gathers`).
+2. Collectives on activations stand on the critical path, with two exceptions. Those over the tensor axis run as
+   collective matmuls on TPUs, and where the software of GPUs does so: they hide behind the compute of their own block
+   and pass, as far as that lasts. So do those that a layout asks for, on any chip; they go round a ring, send by send.
+   The keys and values of ring attention hide behind the attention of their own block and pass. What is gathered once
+   more for gradients of weights alone comes beside the other gradients, where the software does so (`late_gathers`).
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
    out of its collective matmuls), as far as that lasts. Where they need links that collective matmuls or the ring of
    attention use at the same time, they hide behind what those leave of it: the times on shared links add up.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
-   forward pass (new weights), but for one layer's worth.
+   forward pass (new weights), but for one layer's worth, and but for what the software sends late (`late_once`).
 5. A pipeline takes what its schedule takes (`makespans`): the work of its busiest device, and what that waits for.
-   Its sends are hidden except on the first microbatch's way through the model and the last one's way back. Where a
+   Its sends are hidden except on the first microbatch's way through the model and the last one's way back; where the
+   software waits for them (`late_sends`), one or two count for each pass of a device. Where a
    forward pass runs together with another microbatch's backward pass, each computes while the other exchanges tokens
    with experts; compute units are set aside for the exchange meanwhile, and what that costs counts as exposed.
    Where a schedule has two copies of a stage, their gradients are added once a step, on the critical path: each device

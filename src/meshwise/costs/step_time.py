@@ -82,14 +82,14 @@ def step_time(
     stored, saved = _busiest(pipeline, device_shares(parts.layers, pipeline), times, works)
     worked = {role: share * pipeline.work_share for role, share in stored.items()}
     micro = RoleSums.mixed(parts.sums, worked)
-    once = _once(parts, micro, stored, ledger)
+    once = _once(parts, micro, stored, shape, ledger)
     by_schedule = _hide_exchanges(micro, saved, pipeline.paired_passes(beside=calibration.beside_exchanges), shape)
     send = _send(parts)
     copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
     terms = _NO_TERMS | _in_step(micro.terms, microbatches, once.exposed)
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
-    terms["pipeline_send"] = pipeline.waited_sends(calibration.late_sends) * send + copied
+    terms["pipeline_send"] = pipeline.waited_sends(calibration.sends_waited_for(schedule.name)) * send + copied
     terms["optimizer"] = optimizer / calibration.hbm_efficiency + optimizer_matmul / calibration.matmul_efficiency
     expected = total(terms.values())
     if not rates.bounded:
@@ -175,7 +175,7 @@ class _Once(NamedTuple):
     serial: Num
 
 
-def _once(parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | None) -> _Once:
+def _once(parts: StepParts, micro: RoleSums, stored: Shares, shape: PipelineShape, ledger: Ledger | None) -> _Once:
     """Hide reductions behind the last backward pass, and new weights behind the next forward pass.
 
     They hide behind what compute of one microbatch covers nothing else yet, less one layer.
@@ -192,6 +192,7 @@ def _once(parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | No
         cover: Num = 0.0
         if not calibration.late_exchange and by_term:
             cover = micro.cover[purpose] * (1 - 1 / maximum(parts.layers * stored["layer"], 1.0))
+            cover = cover * _free(purpose, calibration, shape)
         _, share = split_exposed(together, cover, calibration.interference)
         for term, seconds in by_term.items():
             once.exposed.add(term, seconds * share)
@@ -208,6 +209,15 @@ def _once(parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | No
         for term, seconds in own.bounds.items():
             once.bounds.add(term, stored[role] * seconds)
     return once
+
+
+def _free(purpose: Purpose, calibration: Calibration, shape: PipelineShape) -> Num:
+    """Whether what happens once a step for a purpose may hide, 1 or 0."""
+    if purpose is Purpose.WEIGHTS:
+        return float("weights" not in calibration.late_once)
+    if "whole" in calibration.late_once:
+        return 0.0
+    return where(shape.stages > 1, 0.0, 1.0) if "pipelines" in calibration.late_once else 1.0
 
 
 def _on_the_busiest_device(ledger: Ledger, stored: Shares, worked: Shares) -> None:

@@ -13,14 +13,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.hidden import hidden, overlap_words
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports.exported import Refusals, Rule
+from meshwise.exports.overlapping import Overlap
 from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model
 from meshwise.models.spec import Mixture
+from meshwise.runtime.overlap import overlap_options
 from meshwise.sharding.layout import MESH_AXES, Layout
 
 T = TypeVar("T")
@@ -48,12 +52,25 @@ class Choices:
         layout: sizes and choices; sizes may be arrays, an entry a layout, where only rules read them.
         network: its levels, innermost first, as far as the layout uses them.
         known: what rules worked out of the job, for all its layouts.
+        overlap: the row of the tool that it is written for.
     """
 
     problem: TrainingProblem
     layout: Layout
     network: Fabric
     known: dict[Any, Any] = field(default_factory=dict)
+    overlap: Overlap | None = None
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What the tool is set up to hide: as the plan was priced where the tool can, else as it can."""
+        priced = self.problem.calibration
+        return priced if self.overlap is None else self.overlap.of(priced, self.chip)
+
+    @cached_property
+    def hidden(self) -> Mapping[str, str]:
+        """What the layout sends -> what it hides behind in the tool, "" for nothing; as in `costs.hidden`."""
+        return hidden(self.calibration, self.layout)
 
     @property
     def model(self) -> Model:
@@ -269,6 +286,28 @@ def unknown_choices(layout: Layout) -> bool:
     return any(getattr(layout, f.name) != f.default for f in fields(Layout) if f.name not in _ANSWERED)
 
 
+#: What XLA hides, by its own schedulers: nothing in the file says so, options of the compiler do (`runtime.overlap`).
+XLA_OVERLAP = Overlap(
+    ("xla",),
+    {
+        "tensor": "collective matmuls, on TPUs (Wang et al. 2023; XLA's default)",
+        "ring": "sends of a loop run beside the attention that does not need them (XLA's latency-hiding scheduler)",
+        "fsdp": "the latency-hiding scheduler; on TPUs asynchronous collective fusion (MaxText, xla_flags_library.py)",
+        "gradients": "likewise",
+        "weights": "likewise",
+    },
+)
+
+
+def xla_note(choices: Choices) -> str:
+    """With which options of the compiler collectives run beside compute, "" where the defaults do."""
+    options = overlap_options("tpu" if choices.chip.vendor == "google" else "cuda")
+    if not options or not any(choices.hidden.values()):
+        return ""
+    words = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+    return f"what is hidden is so with LIBTPU_INIT_ARGS='{words}' in the environment"
+
+
 #: Of tools that offload the activations of all layers.
 OFFLOADS_ALL: Rule[Choices] = Rule(
     lambda c: c.offload_layers is not None,
@@ -309,12 +348,16 @@ MTP_NOTE = "multi-token-prediction modules of the model are in no plan, and left
 
 def header_lines(choices: Choices, title: str, version: str, notes: Iterable[str]) -> list[str]:
     """What a file is: the plan, the tool's version it was written for, and every note."""
-    cluster = choices.problem.cluster
+    cluster, words = choices.problem.cluster, overlap_words(choices.calibration, choices.layout)
+    priced = choices.problem.calibration
+    own = choices.calibration.software == priced.software
+    other = "" if own else f"; the plan is priced as {priced.software or priced.name} overlaps, --tool prices it so"
     return [
         f"{choices.model.name} on {choices.layout.num_chips:,} x {cluster.chip.title}, a plan of meshwise",
         f"layout: {choices.layout.line(experts=choices.mixture)}",
         f"batch: {choices.layout.sequences:,} sequences of {choices.seq_len:,} tokens a step",
         f"precision {choices.job.precision}, optimizer {choices.job.optimizer}",
+        *([f"overlap: {words}{other}"] if words else []),
         f"written for {title}: {version}",
         *(f"note: {note}" for note in notes),
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwise.exports.choices import HOST_UPDATE, OFFLOADS_ALL, Choices, header_lines
 from meshwise.exports.exported import Exported, Refusals, Rule
+from meshwise.exports.overlapping import Overlap
 
 TITLE = "DeepSpeed"
 VERSION = "docs/_pages/config-json.md at commit 00376da"
@@ -26,6 +27,15 @@ def _offload_needs(part: str, least: int) -> Rule[Choices]:
         f"offload={part}", lambda c: f"it needs ZeRO stage {least}, this is {_zero_stage(c)}", "zero=1, or fsdp",
     )  # fmt: skip
 
+
+#: What it hides.
+OVERLAP = Overlap(
+    ("deepspeed",),
+    {
+        "fsdp": "overlap_comm, with prefetching, its default (config-json.md)",
+        "gradients": "overlap_comm, with ZeRO; turned off in pipelines (config-json.md, runtime/engine.py)",
+    },
+)
 
 #: What DeepSpeed cannot do.
 RULES: tuple[Rule[Choices], ...] = (
@@ -111,7 +121,8 @@ def _batch(choices: Choices) -> dict[str, Any]:
 def _zero(choices: Choices, notes: list[str]) -> dict[str, Any]:
     out: dict[str, Any] = {"stage": _zero_stage(choices)}
     if out["stage"]:
-        out |= {"overlap_comm": True, "contiguous_gradients": True}
+        overlapped = choices.hidden.get("fsdp") or choices.hidden.get("gradients")
+        out |= {"overlap_comm": bool(overlapped), "contiguous_gradients": True}
     if choices.sharded_ways == 1 and out["stage"]:
         out["reduce_scatter"] = True
     if choices.sharded_ways > 1 and choices.layout.data > 1:

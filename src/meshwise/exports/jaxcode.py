@@ -15,7 +15,16 @@ import numpy as np
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Block, Kind, Sizes
-from meshwise.exports.choices import JAX_CHIPS, OFFLOADS_ALL, ONE_DEVICE_CHIPS, Choices, commented, header_lines
+from meshwise.exports.choices import (
+    JAX_CHIPS,
+    OFFLOADS_ALL,
+    ONE_DEVICE_CHIPS,
+    XLA_OVERLAP,
+    Choices,
+    commented,
+    header_lines,
+    xla_note,
+)
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.place import place_block
@@ -295,6 +304,8 @@ def _uneven(choices: Choices) -> tuple[str, str, int, str, Any]:
     return next(split for split in _splits(choices) if split[2] % split[4])
 
 
+OVERLAP = XLA_OVERLAP
+
 #: What is no sharding.
 RULES: tuple[Rule[Choices], ...] = (
     ONE_DEVICE_CHIPS,
@@ -333,7 +344,7 @@ RULES: tuple[Rule[Choices], ...] = (
 
 def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     """Write the module; refuse what is no sharding."""
-    notes: list[str] = []
+    notes = [note] if (note := xla_note(choices)) else []
     refusals.check()
     placed = placed_tensors(choices, choices.layout.micro_batch * choices.batch_ways)
     mesh = Mesh.of({axis: choices.layout.sizes[axis] for axis in choices.layout.used_axes})

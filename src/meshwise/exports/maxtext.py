@@ -17,10 +17,12 @@ from meshwise.exports.choices import (
     ONE_DEVICE_CHIPS,
     REMAT_OF_ALL,
     RING_WITH_ULYSSES,
+    XLA_OVERLAP,
     Choices,
     commented,
     exact,
     header_lines,
+    xla_note,
 )
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.shape import ModelShape, read_shape
@@ -150,6 +152,8 @@ _NAMED = {
 }
 
 
+OVERLAP = XLA_OVERLAP
+
 #: What the overrides cannot say.
 RULES: tuple[Rule[Choices], ...] = (
     ONE_DEVICE_CHIPS,
@@ -204,6 +208,8 @@ def maxtext(choices: Choices, refusals: Refusals) -> Exported:
     placed = "; ".join(f"{axis} on {where}" for axis, where in choices.placements)
     if placed:
         notes.append(f"JAX chooses where the axes lie inside a slice; the plan counts on {placed}")
+    if options := xla_note(choices):
+        notes.append(options)
     groups: dict[str, Mapping[str, Any]] = {
         "model": model_settings(choices, shape, refusals, notes) if shape is not None else {},
         "mesh": _mesh(choices),

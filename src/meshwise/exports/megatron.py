@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from meshwise.exports.choices import HOST_UPDATE, RING_WITH_ULYSSES, Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.megatron_model import model_arguments
+from meshwise.exports.overlapping import Overlap
 from meshwise.exports.shape import read_shape
 from meshwise.models.spec import Mlp
 from meshwise.sharding.remat import MODULES
@@ -32,6 +33,22 @@ def _last_stage(choices: Choices) -> int:
     layers, stage = choices.model.num_layers, choices.layout.stage
     return layers - -(-layers // stage) * (stage - 1)
 
+
+_ARGUMENTS = "megatron/training/arguments.py"
+
+#: What it hides. The exchange of tokens is hidden only if the calibration says so: it is off by default.
+OVERLAP = Overlap(
+    ("megatron", "megatron-beside", "megatron-graphs", "megatron-2021"),
+    {
+        "tensor": f"--tp-comm-overlap, with --sequence-parallel ({_ARGUMENTS}; userbuffers of Transformer Engine)",
+        "ring": "--cp-comm-type p2p: sends have a stream of their own (context_parallel.py of Transformer Engine)",
+        "expert": f"--overlap-moe-expert-parallel-comm, with interleaving, without full recomputation ({_ARGUMENTS})",
+        "fsdp": f"--overlap-grad-reduce, --overlap-param-gather ({_ARGUMENTS}; docs of Megatron-FSDP)",
+        "gradients": f"--overlap-grad-reduce ({_ARGUMENTS})",
+        "weights": f"--overlap-param-gather ({_ARGUMENTS})",
+        "sends": f"on with interleaving unless --no-overlap-p2p-communication, off without ({_ARGUMENTS})",
+    },
+)
 
 #: What the arguments cannot say.
 RULES: tuple[Rule[Choices], ...] = (
@@ -118,6 +135,12 @@ RULES: tuple[Rule[Choices], ...] = (
         "stage=1 with remat=none, or no offload",
     ),
     Rule(
+        lambda c: (c.problem.calibration.beside_exchanges and c.mixture and c.layout.remat == "full")
+        & (c.layout.expert > 1) & (c.layout.stage > 1) & (c.order == "interleaved"),
+        "remat=full with {c.problem.calibration.name}",
+        "full recomputation leaves no exchange of tokens beside another microbatch", "remat=none or selective",
+    ),
+    Rule(
         lambda c: "parameters" in c.layout.offload,
         "offload=parameters", "weights stay on the chips", "fsdp, to hold less of them on each",
     ),
@@ -158,6 +181,8 @@ def _parallelism(choices: Choices, notes: list[str]) -> Iterator[Argument]:
     yield ("--tensor-model-parallel-size", layout.tensor)
     if layout.tensor > 1 and layout.sequence_parallel:
         yield ("--sequence-parallel",)
+    if choices.hidden.get("tensor"):
+        yield ("--tp-comm-overlap",)
     yield ("--pipeline-model-parallel-size", layout.stage)
     yield ("--context-parallel-size", choices.positions_ways)
     yield from _context(choices, notes)
@@ -165,6 +190,8 @@ def _parallelism(choices: Choices, notes: list[str]) -> Iterator[Argument]:
         expert_tensor = 1 if choices.experts_on_tensor else layout.tensor
         yield ("--expert-model-parallel-size", choices.expert_ways)
         yield ("--expert-tensor-parallel-size", expert_tensor)
+        if choices.hidden.get("expert"):
+            yield ("--overlap-moe-expert-parallel-comm",)
         if choices.expert_ways > 1:
             notes.append(
                 f"the axis expert lies inside data parallelism here: {choices.batch_ways} data-parallel ranks = "
@@ -188,11 +215,14 @@ def _context(choices: Choices, notes: list[str]) -> Iterator[Argument]:
         notes.append("context ranks hold two pieces of a sequence each, one of its head and one of its tail")
 
 
-_SHARED_OPTIMIZER: tuple[Argument, ...] = (
-    ("--use-distributed-optimizer",),
-    ("--overlap-grad-reduce",),
-    ("--overlap-param-gather",),
-)
+def _shared_optimizer(choices: Choices) -> Iterator[Argument]:
+    """Arguments of an optimizer whose state is shared out, and for what of its exchanges is hidden."""
+    yield ("--use-distributed-optimizer",)
+    reduced = choices.hidden.get("gradients") or choices.hidden.get("fsdp")
+    if reduced:
+        yield ("--overlap-grad-reduce",)
+    if reduced and (choices.hidden.get("weights") or choices.hidden.get("fsdp")):
+        yield ("--overlap-param-gather",)
 
 
 def _fsdp(strategy: str) -> Iterator[Argument]:
@@ -209,7 +239,7 @@ def _state(choices: Choices, notes: list[str]) -> Iterator[Argument]:
     if layout.fsdp == 1:
         notes.append("weights are shared out over context and expert ranks: Megatron-FSDP without an axis fsdp")
     yield from _fsdp("optim_grads_params")
-    yield from _SHARED_OPTIMIZER
+    yield from _shared_optimizer(choices)
     if layout.data > 1:
         yield ("--num-distributed-optimizer-instances", layout.data)
         if layout.zero == 1:
@@ -221,17 +251,19 @@ def _zero(choices: Choices) -> Iterator[Argument]:
     if choices.replicas == 1:
         return
     if choices.layout.zero == 0:
-        yield ("--overlap-grad-reduce",)
+        yield from (("--overlap-grad-reduce",),) if choices.hidden.get("gradients") else ()
         return
     if choices.layout.zero == 2:
         yield from _fsdp("optim_grads")
-    yield from _SHARED_OPTIMIZER
+    yield from _shared_optimizer(choices)
 
 
 def _pipeline(choices: Choices) -> Iterator[Argument]:
     layout, layers = choices.layout, choices.model.num_layers
     if choices.schedule == "interleaved":
         yield ("--num-layers-per-virtual-pipeline-stage", layers // _pieces(choices))
+        if not choices.hidden["sends"]:
+            yield ("--no-overlap-p2p-communication",)
     elif layers % layout.stage:
         each = -(-layers // layout.stage)
         middle = f"(t*{each}|)*{layout.stage - 2}," if layout.stage > 2 else ""

@@ -100,6 +100,7 @@ def _mixture(choices: Choices, shape: ModelShape, mixture: Mixture, refusals: Re
         if present:
             refusals.add(f"model {choices.model.name}", f"it has {what}", _BY_HAND)
     yield from (("--moe-grouped-gemm",), ("--moe-token-dispatcher-type", "alltoall"))
+    yield ("--moe-router-dtype", "fp32")  # as the published models choose
     if router.scores == "sigmoid":
         yield ("--moe-router-score-function", "sigmoid")
     elif not router.normalised:

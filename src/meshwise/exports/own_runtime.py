@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.exports.choices import JAX_CHIPS, Choices
+from meshwise.exports.choices import JAX_CHIPS, XLA_OVERLAP, Choices
 from meshwise.exports.exported import Rule
 from meshwise.runtime.refusals import PIPELINES, check_job, check_model, splits_of
 
@@ -70,6 +70,8 @@ def _unlike(choices: Choices) -> Any:
     pieces = choices.layout.stage * choices.layout.virtual_stages
     return math.prod(pieces != n for n in _equal_pieces(choices.model.spec.order)) > 0
 
+
+OVERLAP = XLA_OVERLAP
 
 #: What it cannot execute.
 RULES: tuple[Rule[Choices], ...] = (

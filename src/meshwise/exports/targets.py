@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import HandoverError, MeshwiseError, UnknownNameError
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import deepspeed, jaxcode, maxtext, megatron, own_runtime, torchtitan
 from meshwise.exports.choices import Choices, unknown_choices
 from meshwise.exports.exported import Exported, Refusals, Rule
+from meshwise.exports.overlapping import Overlap, check_overlap
+from meshwise.hardware import Chip
 from meshwise.search import Plan
 from meshwise.search.tools import Tool, refuses_all
 from meshwise.sharding.layout import Layout, LayoutRequest
@@ -25,22 +29,26 @@ class Target:
         title: its own name.
         vendors: of chips that it runs on; empty for any.
         rules: what it cannot express.
+        overlap: what it can hide.
         write: a plan in its words; it refuses the models and formats that it does not know.
     """
 
     title: str
     vendors: tuple[str, ...]
     rules: tuple[Rule[Choices], ...]
+    overlap: Overlap
     write: Callable[[Choices, Refusals], Exported]
 
 
 #: By the name that `--to` takes.
 TARGETS: Mapping[str, Target] = {
-    "maxtext": Target(maxtext.TITLE, (), maxtext.RULES, maxtext.maxtext),
-    "megatron": Target(megatron.TITLE, ("nvidia",), megatron.RULES, megatron.megatron),
-    "torchtitan": Target(torchtitan.TITLE, ("nvidia", "amd"), torchtitan.RULES, torchtitan.torchtitan),
-    "deepspeed": Target(deepspeed.TITLE, ("nvidia", "amd"), deepspeed.RULES, deepspeed.deepspeed),
-    "jax": Target(jaxcode.TITLE, (), jaxcode.RULES, jaxcode.jaxcode),
+    "maxtext": Target(maxtext.TITLE, (), maxtext.RULES, maxtext.OVERLAP, maxtext.maxtext),
+    "megatron": Target(megatron.TITLE, ("nvidia",), megatron.RULES, megatron.OVERLAP, megatron.megatron),
+    "torchtitan": Target(
+        torchtitan.TITLE, ("nvidia", "amd"), torchtitan.RULES, torchtitan.OVERLAP, torchtitan.torchtitan
+    ),
+    "deepspeed": Target(deepspeed.TITLE, ("nvidia", "amd"), deepspeed.RULES, deepspeed.OVERLAP, deepspeed.deepspeed),
+    "jax": Target(jaxcode.TITLE, (), jaxcode.RULES, jaxcode.OVERLAP, jaxcode.jaxcode),
 }
 
 
@@ -50,6 +58,11 @@ TOOLS = (*TARGETS, "meshwise")
 
 def _rules_of(name: str) -> tuple[Rule[Choices], ...]:
     return own_runtime.RULES if name == "meshwise" else TARGETS[name].rules
+
+
+def overlap_of(name: str) -> Overlap:
+    """What a tool can hide."""
+    return own_runtime.OVERLAP if name == "meshwise" else TARGETS[name].overlap
 
 
 def hand_over(plan: Plan, to: str) -> Exported:
@@ -65,7 +78,8 @@ def hand_over(plan: Plan, to: str) -> Exported:
     """
     if to not in TARGETS:
         raise UnknownNameError("tool", to, TARGETS, list_all=True)
-    choices, refusals = Choices(plan.problem, plan.layout, plan.fabric), Refusals(TARGETS[to].title)
+    choices = Choices(plan.problem, plan.layout, plan.fabric, overlap=TARGETS[to].overlap)
+    refusals = Refusals(TARGETS[to].title)
     _check_chip(TARGETS[to], choices, refusals, "--to")
     choices.check_known(refusals)
     refusals.apply(TARGETS[to].rules, choices)
@@ -95,7 +109,7 @@ def _condition(rule: Rule[Choices], problem: TrainingProblem, known: dict[Any, A
 
 def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
     """What a tool cannot express of a job, whatever the layout: the model, formats, the optimizer, the chip."""
-    choices, rules = Choices(problem, Layout(), problem.network), _rules_of(name)
+    choices, rules = Choices(problem, Layout(), problem.network, overlap=overlap_of(name)), _rules_of(name)
     if name == "meshwise":
         refusals = Refusals(own_runtime.TITLE)
         refusals.apply((r for r in rules if refuses_all(_condition(r, problem, {}))), choices)
@@ -122,6 +136,27 @@ def runs_in(plan: Plan) -> tuple[str, ...]:
 
 #: Tools that plans are made for unless others are asked for.
 USUAL = ("megatron", "torchtitan", "maxtext", "deepspeed")
+
+
+def calibration_for(tools: tuple[str, ...], asked: str, chip: Chip) -> Calibration:
+    """The calibration that prices what is planned: where one tool is named, with what that tool hides.
+
+    Without a tool, or with several, "fitted" is the usual software of such chips (`costs.fitted`).
+
+    Args:
+        tools: by name, as asked for.
+        asked: a calibration's name; any but "fitted" stands as it is.
+        chip: of the cluster.
+
+    Raises:
+        MeshwiseError: a software that hides what the tool cannot; UnknownNameError: a calibration that is not known.
+    """
+    if len(tools) != 1 or tools == ("none",):
+        return find_calibration(asked, chip)
+    overlap = overlap_of(tools[0])
+    found = find_calibration(overlap.calibration(chip) if asked == "fitted" else asked, chip)
+    check_overlap(tools[0], overlap, found, chip)
+    return found
 
 
 def parse_tools(value: str | Iterable[str]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from meshwise.exports.choices import (
     header_lines,
 )
 from meshwise.exports.exported import Exported, Refusals, Rule
+from meshwise.exports.overlapping import Overlap
 
 TITLE = "torchtitan"
 VERSION = "release 0.3.0"
@@ -51,6 +52,18 @@ def _other_pieces(choices: Choices) -> Condition:
     layers, pieces = choices.model.num_layers, _pieces(choices)
     return -(-layers // -(-layers // pieces)) != pieces
 
+
+#: What it hides.
+OVERLAP = Overlap(
+    ("torchtitan", "pytorch-compiled", "pytorch"),
+    {
+        "tensor": "compile.enable_async_tensor_parallel, with sequence parallelism, on NVIDIA (torchtitan/config/"
+        "configs.py, torchtitan/distributed/compile.py)",
+        "fsdp": "always: gathers are prefetched, reductions have a stream of their own (fully_shard of PyTorch)",
+        "gradients": "always: as the replicas' part of fully_shard, or by DDP's buckets (PyTorch)",
+        "sends": "under zb-v, dualpipe-v and gpipe; 1F1B and its interleaved form wait (torch.distributed.pipelining)",
+    },
+)
 
 #: What its configuration cannot say.
 RULES: tuple[Rule[Choices], ...] = (
@@ -122,14 +135,15 @@ def torchtitan(choices: Choices, refusals: Refusals) -> Exported:
         f"vocabulary {model.vocab_size}"
     )
     header = commented([*header_lines(choices, TITLE, VERSION, notes), "use: config = planned(llama3_70b())"])
-    imports = "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
+    imports = "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig\n"
     imports += "from torchtitan.distributed.activation_checkpoint import FullAC\n" if recompute else ""
     text = (
         f"{header}{imports}\n\ndef planned(config):\n"
-        f'    """Set parallelism, batch, precision and recomputation of a Trainer.Config as planned."""\n'
+        f'    """Set parallelism, batch, precision, recomputation and compilation of a Trainer.Config as planned."""\n'
         f"    config.parallelism = {_call('ParallelismConfig', parallelism)}\n"
         f"    config.training = {_call('TrainingConfig', training, keep=['steps', 'max_norm'])}\n"
         f"    config.activation_checkpoint = {'FullAC.Config()' if recompute else None}\n"
+        f"    config.compile = {_call('CompileConfig', _compiled(choices))}\n"
         "    return config\n"
     )
     return Exported("torchtitan", TITLE, VERSION, "planned.py", text, tuple(notes))
@@ -158,6 +172,12 @@ def _degrees(choices: Choices, notes: list[str]) -> dict[str, Any]:
             f"fsdp {layout.fsdp} x expert {layout.expert}"
         )
     return out
+
+
+def _compiled(choices: Choices) -> dict[str, Any]:
+    """Fusion of elementwise operations, and collectives in pieces beside the matmuls."""
+    compiled = choices.calibration.software != "pytorch"
+    return {"enable": compiled, "enable_async_tensor_parallel": compiled and bool(choices.hidden.get("tensor"))}
 
 
 def _pipeline(choices: Choices, notes: list[str]) -> dict[str, Any]:

@@ -279,7 +279,7 @@ def _bubble(w: Breakdown, seconds: float) -> Explanation:
 
 
 def _send(w: Breakdown, seconds: float) -> Explanation:
-    late = w.problem.calibration.late_sends
+    late = w.problem.calibration.sends_waited_for(w.pipeline.schedule.name)
     formula = "2 directions x sends on a microbatch's way x seconds of one send of a stage's output"
     substitution = f"2 x {number(float(w.pipeline.schedule.hops(w.pipeline.shape)))}"
     if late:

@@ -21,6 +21,7 @@ from meshwise.core.units import (
     format_time,
 )
 from meshwise.costs.explain import paddings
+from meshwise.costs.hidden import overlap_words
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import runs_in
 from meshwise.jobs import trainable_parameters
@@ -82,7 +83,7 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
             | picked(search, "cpu_s"),
         },
         brief=said(
-            *_subject_of(best),
+            *_subject_of(best, inputs),
             *_stopped(planning),
             _short_ranking(plans),
             Beside(*_bars(best)),
@@ -152,7 +153,7 @@ def estimate_report(
             "changes": change_data(changes),
             **({} if measured is None else {"measured": measured_data(measured)}),
         },
-        brief=said(*_subject_of(plan), Beside(*_bars(plan)), seen),
+        brief=said(*_subject_of(plan, inputs), Beside(*_bars(plan)), seen),
         reasons=why,
         body=said(Text(_subject(plan)), *_estimate_tables(plan), seen, listed("Why", why)),
         assumed=_assumed(plan),
@@ -174,12 +175,17 @@ _NOT_MODELLED = (
 )
 
 
-def _subject_of(plan: Plan) -> tuple[RenderableType, ...]:
-    """Name what is planned, who runs it, how sure the time is, and what a user has to know of the model."""
+def _subject_of(plan: Plan, inputs: Mapping[str, Any]) -> tuple[RenderableType, ...]:
+    """Name what is planned, who runs it, how sure the time is, and what a user has to know of the model.
+
+    Where a tool was asked for, also what it hides.
+    """
     notes = plan.problem.model.notes
     more = f" (and {counted(len(notes) - 1, 'note')} more: --details)" if len(notes) > 1 else ""
     takers = f"runs in {', '.join(runs_in(plan)) or 'no tool yet'}"
-    lines = "; ".join(said(takers, likely_range(plan))), f"note: {notes[0]}{more}" if notes else None
+    asked = inputs.get("tool") not in (None, (), [], ["none"], ("none",))
+    overlap = _overlap(plan) if asked else None
+    lines = "; ".join(said(takers, likely_range(plan))), overlap, f"note: {notes[0]}{more}" if notes else None
     return (Text("\n".join(said(_subject(plan), *lines))),)
 
 
@@ -277,6 +283,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
         _tuning(problem),
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
+        _overlap(plan),
         f"MFU counts {_COUNTED[job.tuning.full]}, causal attention as computed, no recomputation",
         _DEALT_OUT if plan.layout.context > 1 else None,
         *length_words(problem.model, job.seq_len),
@@ -285,6 +292,13 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         stage_words(problem.model.num_layers, plan.layout.stage),
         _price(plan) if plan.training is not None else None,
     )
+
+
+def _overlap(plan: Plan) -> str | None:
+    """What the software hides of what the layout sends."""
+    calibration = plan.problem.calibration
+    words = overlap_words(calibration, plan.layout)
+    return f"overlap of {calibration.software or calibration.name}: {words}" if words else None
 
 
 def _price(plan: Plan) -> str | None:
