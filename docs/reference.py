@@ -513,10 +513,11 @@ def _tool_table() -> str:
 
 def _overlap_table() -> str:
     """What each tool hides, with the option that makes it so and its source."""
+    alike = [[t for t in TOOLS if overlap_of(t) is overlap_of(tool)] for tool in TOOLS]
     rows = (
-        (_code(tool), f"`fitted+{overlap_of(tool).software[0]}`", SENT[what], said)
-        for tool in TOOLS
-        for what, said in overlap_of(tool).options.items()
+        (", ".join(map(_code, tools)), _code(f"fitted+{overlap_of(tools[0]).software[0]}"), SENT[what], said)
+        for tools in (tools for i, tools in enumerate(alike) if tools not in alike[:i])
+        for what, said in overlap_of(tools[0]).options.items()
     )
     return _table(("tool", "priced by", "hides", "by"), rows)
 
