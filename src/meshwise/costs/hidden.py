@@ -72,3 +72,9 @@ def overlap_words(calibration: Calibration, layout: Layout) -> str:
     parts = [f"hidden: {', '.join(behind)}"] if behind else []
     parts += [f"exposed: {', '.join(exposed)}"] if exposed else []
     return "; ".join(parts)
+
+
+def named_overlap(calibration: Calibration, layout: Layout) -> str | None:
+    """The same with whose it is; None where nothing is sent."""
+    words = overlap_words(calibration, layout)
+    return f"overlap of {calibration.software or calibration.name}: {words}" if words else None

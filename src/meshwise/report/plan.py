@@ -21,7 +21,7 @@ from meshwise.core.units import (
     format_time,
 )
 from meshwise.costs.explain import paddings
-from meshwise.costs.hidden import overlap_words
+from meshwise.costs.hidden import named_overlap
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import runs_in
 from meshwise.jobs import trainable_parameters
@@ -184,7 +184,7 @@ def _subject_of(plan: Plan, inputs: Mapping[str, Any]) -> tuple[RenderableType, 
     more = f" (and {counted(len(notes) - 1, 'note')} more: --details)" if len(notes) > 1 else ""
     takers = f"runs in {', '.join(runs_in(plan)) or 'no tool yet'}"
     asked = inputs.get("tool") not in (None, (), [], ["none"], ("none",))
-    overlap = _overlap(plan) if asked else None
+    overlap = named_overlap(plan.problem.calibration, plan.layout) if asked else None
     lines = "; ".join(said(takers, likely_range(plan))), overlap, f"note: {notes[0]}{more}" if notes else None
     return (Text("\n".join(said(_subject(plan), *lines))),)
 
@@ -283,7 +283,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
         _tuning(problem),
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
-        _overlap(plan),
+        named_overlap(calibration, plan.layout),
         f"MFU counts {_COUNTED[job.tuning.full]}, causal attention as computed, no recomputation",
         _DEALT_OUT if plan.layout.context > 1 else None,
         *length_words(problem.model, job.seq_len),
@@ -292,13 +292,6 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         stage_words(problem.model.num_layers, plan.layout.stage),
         _price(plan) if plan.training is not None else None,
     )
-
-
-def _overlap(plan: Plan) -> str | None:
-    """What the software hides of what the layout sends."""
-    calibration = plan.problem.calibration
-    words = overlap_words(calibration, plan.layout)
-    return f"overlap of {calibration.software or calibration.name}: {words}" if words else None
 
 
 def _price(plan: Plan) -> str | None:
