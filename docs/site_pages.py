@@ -101,7 +101,7 @@ def _problem(solution: Solution) -> Iterator[str]:
     yield from textwrap.wrap(how.formula, 100)
     yield from textwrap.wrap(f"= {how.substitution}", 100)
     yield f"$ meshwise book {problem.id}"
-    yield from ([f"$ {solution.equivalent}"] if solution.equivalent else [])
+    yield from ([f"$ {solution.equivalent}"] if solution.equivalent else [f"no other command: {solution.no_command}"])
     yield "```"
     yield from (["", _plain(problem.note)] if problem.note else [])
     yield ""

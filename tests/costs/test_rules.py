@@ -391,3 +391,37 @@ def test_letters_are_put_in():
     assert Formula("6*P*t/(n*C*m)").put({"P": "a + b", "m": 1, "n": 2}) == "6 * (a + b) * t / (2 * C)"
     assert Formula("C/W * b/2 * (1 - 1/X)").put({"b": 2, "X": math.inf}) == "C / W"
     assert Formula("s = a*b; s/c").put({"a": 1}) == "s = b; s / c"
+
+
+@given(st.integers(1, 4096), WIDTH, WIDTH, C, st.floats(1e11, 1e13))
+def test_parts_of_a_matmul_are_those_of_its_time(B, D, F, flops_per_s, hbm):
+    operations, moved = value("matmul-flops", B=B, D=D, F=F), value("matmul-bytes", B=B, D=D, F=F)
+    times = value("compute-time", flops=operations, C=flops_per_s), value("memory-time", bytes=moved, W_hbm=hbm)
+    letters = {"B": B, "D": D, "F": F, "C": flops_per_s, "W_hbm": hbm}
+    assert max(times) == pytest.approx(value("matmul-time", **letters))
+    assert sum(times) == pytest.approx(value("matmul-unhidden", **letters))
+
+
+@given(WIDTH, WIDTH, st.floats(1e14, 1e15), st.floats(1e12, 1e13))
+def test_matmul_batch_is_where_both_take_as_long(D, F, flops_per_s, hbm):
+    critical = value("matmul-batch", D=D, F=F, C=flops_per_s, W_hbm=hbm)
+    if critical > 0:
+        computing = value("compute-time", flops=2 * critical * D * F, C=flops_per_s)
+        assert computing == pytest.approx(value("memory-time", bytes=2 * (critical * (D + F) + D * F), W_hbm=hbm))
+
+
+def test_caches_and_weights_are_those_of_a_served_model():
+    """As the engine counts LLaMA-3-70B."""
+    model = load_model("llama-3-70b")
+    token = model.kv_cache.bytes_per_token(DType.BF16)
+    cache = value("kv-cache", L=80, K=8, H=128, B=16, context=8192)
+    assert cache == 16 * 8192 * token
+    weights = model.parameters.total
+    assert value("serving-bytes", P=weights, w=1, B=16, context=8192, kv=token) == weights + cache
+
+
+def test_rings_over_several_axes_share_the_bytes():
+    one = value("ring-time", bytes=8e9, W=1.8e11)
+    assert value("ring-time", bytes=8e9, W=1.8e11, axes=2) == one / 2
+    assert one == pytest.approx(value("ring-all-gather", n=16, bytes=8e9, W_link=9e10))
+    assert value("link-time", bytes=8e9, links=2, W_link=9e10) == one

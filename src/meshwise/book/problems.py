@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any
 
+from meshwise.book.equivalents import REASONS, same_by_rule, why_no_command
 from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
@@ -153,6 +154,7 @@ class Solution(Answer):
         value: our answer, in the problem's unit.
         explanation: our working.
         verb: words of a command that gives the same, if there is one.
+        reason: why there is none, a key of REASONS; "" where there is one.
     """
 
     problem: Problem
@@ -161,6 +163,12 @@ class Solution(Answer):
     value: float | str
     explanation: Explanation
     verb: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def no_command(self) -> str:
+        """Why no command gives the same, in words; "" where one does."""
+        return REASONS[self.reason] if self.reason else ""
 
     @property
     def equivalent(self) -> str:
@@ -284,11 +292,14 @@ def solve(problem: Problem, changes: Mapping[str, str] | None = None) -> Solutio
     values, method = {**problem.values, **changed}, _method(find_problem(problem.id))
     working = method(values) if callable(method) else _derived(method, values, _counted(problem, values))
     value = working.value
+    verb = working.verb or same_by_rule(problem.id, value, values)
+    name = method if isinstance(method, str) else method.__name__
+    reason = "" if verb else why_no_command(name, value)
     if not isinstance(value, str):
         value = float(value) / UNITS.get(problem.unit, 1)
     shown = value if isinstance(value, str) else f"{value:.6g} {problem.unit}"
     how = Explanation(problem.id, working.formula, working.substitution, shown, problem.source)
-    return Solution(problem, values, tuple(changed), value, how, working.verb)
+    return Solution(problem, values, tuple(changed), value, how, verb, reason)
 
 
 def _derived(method: str, values: Mapping[str, Any], verb: tuple[str, ...]) -> Derivation:

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from meshwise.costs.rules.table import rule
 
+_BYTES = "b*B*D + w*D*F + b*B*F"
 _ATTENTION_BYTES = "b*(2*B*T*N*H + 2*B*S*K*H)"
 
 CHIP = (
+    rule(
+        "compute-time",
+        "t = flops / (chips*C*mfu)",
+        "time of arithmetic",
+        'Rooflines, "where does the time go"',
+        chips=1,
+    ),
+    rule(
+        "memory-time",
+        "t = bytes / (chips*W_hbm)",
+        "time of bytes between HBM and the chip",
+        'Rooflines, "where does the time go"',
+        chips=1,
+    ),
     rule(
         "ridge",
         "intensity = C/W_hbm",
@@ -22,9 +37,24 @@ CHIP = (
     ),
     rule(
         "matmul-time",
-        "t = max(2*B*D*F/C, (b*B*D + w*D*F + b*B*F)/W_hbm)",
+        f"t = max(2*B*D*F/C, ({_BYTES})/W_hbm)",
         "time of one matmul, [B, D] by [D, F], with perfect overlap",
         "Rooflines, question 1",
+    ),
+    rule(
+        "matmul-unhidden",
+        f"t = 2*B*D*F/C + ({_BYTES})/W_hbm",
+        "the same where nothing overlaps: the upper bound",
+        "Rooflines, question 1",
+    ),
+    rule("matmul-flops", "flops = 2*B*D*F", "operations of one matmul, [B, D] by [D, F]", "Rooflines, question 1"),
+    rule("matmul-bytes", f"bytes = {_BYTES}", "bytes that it reads and writes", "Rooflines, question 1"),
+    rule(
+        "matmul-batch",
+        "B = w*D*F / (2*D*F*W_hbm/C - b*(D + F))",
+        "its rows from which arithmetic takes longer than all of its bytes",
+        "Rooflines, question 3; TPUs, question 4",
+        note="'critical-batch' is the same for D and F that are large",
     ),
     rule(
         "attention-intensity",

@@ -19,6 +19,19 @@ NETWORKS = (
         'Sharded matrices, "AllGather"',
     ),
     rule(
+        "ring-time",
+        "t = bytes / (axes*W)",
+        "the same bound by bandwidth, over one or more axes that are rings",
+        'Sharded matrices, "AllGather", question 2',
+        note="an AllReduce takes twice as long",
+    ),
+    rule(
+        "link-time",
+        "t = bytes / (links*W_link)",
+        "time of bytes over links in one direction, latency left out",
+        'Rooflines, "where does the time go"',
+    ),
+    rule(
         "all-to-all",
         "t = bytes*longest / (4*chips*W)",
         "time of an AllToAll on a torus: its longest axis binds",

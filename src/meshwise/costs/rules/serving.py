@@ -15,6 +15,19 @@ SERVING = (
         'Inference, "what about attention"',
     ),
     rule(
+        "kv-cache",
+        "bytes = B*context * 2*L*K*H*b",
+        "bytes of the caches of all sequences",
+        'Inference, "what about attention"',
+        B=1,
+    ),
+    rule(
+        "serving-bytes",
+        "bytes = P*w + B*context*kv",
+        "bytes of the weights and of all caches, all chips together",
+        "Inference, question 2",
+    ),
+    rule(
         "weights-read",
         "t = P*w / (chips*W_hbm)",
         "time in which all chips read the weights once: the floor of a decode step",
