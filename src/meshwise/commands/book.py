@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.book import CHAPTERS, Problem, Solution, judge, problems, solve
+from meshwise.book.errata import ERRATA, Patched, patch
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.requests import Flag, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.report.book import chapters_report, problems_report, solution_report
+from meshwise.report.errata import errata_report, patch_report, patch_words
 
 
 def _numbers(value: Any) -> Any:
@@ -90,11 +93,69 @@ def answer_book(request: BookRequest) -> tuple[Solution, ...]:
     return tuple(solve(p, request.changes) for p in changing)
 
 
+class _Errata(Request):
+    sections: ClassVar = {"Errata": ("errata", "patch")}
+
+    errata: bool = False
+    """List the places of the book whose own numbers say something else."""
+    patch: Annotated[Path | None, Flag("FOLDER")] = None
+    """With --errata: a copy of the book (git clone https://github.com/jax-ml/scaling-book); a patch is printed."""
+
+    @model_validator(mode="after")
+    def _of_errata(self) -> _Errata:
+        if self.patch is not None and not self.errata:
+            raise ValueError("--patch is of --errata; give it, too")
+        return self
+
+
+def patch_book(folder: Path) -> Patched:
+    """Correct the errata in a copy of the book's text.
+
+    Args:
+        folder: with the chapters, `gpus.md` and the others; nothing is written there.
+
+    Raises:
+        MeshwiseError: no folder, no chapter of the book in it, or one that is no text.
+    """
+    texts: dict[str, str] = {}
+    for name in dict.fromkeys(erratum.file for erratum in ERRATA):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            texts[name] = file.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise MeshwiseError(f"--patch: cannot read {file}: {str(error)[:80].lower()}") from None
+    if not texts:
+        raise MeshwiseError(
+            f"--patch: expected a copy of the book with {ERRATA[0].file} in it, found none in {folder}; "
+            "git clone https://github.com/jax-ml/scaling-book makes one"
+        )
+    return patch(texts)
+
+
+def _show_errata(screen: Screen, request: BookRequest, errata: _Errata) -> int:
+    inputs = request.echo() | errata.echo()
+    if request.problem or request.changes or request.answer is not None or request.every:
+        raise MeshwiseError("--errata stands alone; for a problem's own working leave it out")
+    if errata.patch is None:
+        screen.show(errata_report(inputs))
+        return 0
+    found = patch_book(errata.patch)
+    if screen.as_json:
+        screen.show(patch_report(found, inputs))
+    else:
+        screen.write(found.diff)
+        for line in patch_words(found):
+            screen.say(line)
+    return 0 if found.applied else 3
+
+
 Answer.reports[Solution] = lambda solution: solution_report(solution, None, {})
 
 
-@verb(BookRequest)
-def show_book(screen: Screen, request: BookRequest) -> int | None:
+@verb(BookRequest, _Errata)
+def show_book(screen: Screen, request: BookRequest, errata: _Errata) -> int | None:
     """Answer the worked problems of "How To Scale Your Model", with your own numbers.
 
     Without PROBLEM the chapters are listed; with a chapter or a question, its problems. Of one problem the working
@@ -106,7 +167,10 @@ def show_book(screen: Screen, request: BookRequest) -> int | None:
       meshwise book roofline.q2 --set W_hbm=1.6e12
       meshwise book roofline.q2 --answer 120
       meshwise book --all --json
+      meshwise book --errata --patch scaling-book > errata.patch
     """  # noqa: D301  (click's mark for lines that stay as they are)
+    if errata.errata:
+        return _show_errata(screen, request, errata)
     solutions = answer_book.answer(request)
     if len(solutions) == 1:
         screen.show(solution_report(solutions[0], request.answer, request.echo()))
