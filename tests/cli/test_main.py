@@ -232,6 +232,12 @@ def raising(error: BaseException) -> click.Command:
         (MissingDependencyError("needs x"), 4, "error: needs x\n"),
         (KeyboardInterrupt(), 130, "\nerror: interrupted\n"),
         (
+            MemoryError("Unable to allocate 8 TiB"),
+            2,
+            "error: this machine has too little free memory (Unable to allocate 8 TiB): ask for less at once, or run it "
+            "where there is more\n",
+        ),
+        (
             ZeroDivisionError("division\nby zero"),
             1,
             "error: this is a bug in meshwise: ZeroDivisionError: division by zero (MESHWISE_DEBUG=1 shows where)\n",

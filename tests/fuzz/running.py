@@ -6,6 +6,7 @@ Not here: which inputs there are (`inputs`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import resource
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from meshwise.cli.main import main
+from meshwise.cli.main import NO_MEMORY, main
 from tests.fuzz.inputs import Input
 
 #: CPU-seconds: of an input, and of a search, which may take longer.
@@ -52,6 +53,8 @@ class Outcome:
             return f"more than {self.cpu_s:.0f} CPU-s"
         if self.code not in CODES:
             return f"exit code {self.code}: {self.err.strip()[-300:]}"
+        if NO_MEMORY in self.err:
+            return f"more than {LIMIT_BYTES >> 30} GiB of memory"
         if "Traceback" in self.err + self.out:
             return "a traceback"
         if self.code in (2, 4) and not self.err.strip():
@@ -76,6 +79,8 @@ def run(one: Input) -> Outcome:
             pass
         finally:
             os.chdir(here)
+            if NO_MEMORY in err.getvalue():
+                gc.collect()  # what was being made is held by cycles, and the next input needs its memory
     return Outcome(code, time.process_time() - begun, out.getvalue(), err.getvalue())
 
 

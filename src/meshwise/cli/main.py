@@ -185,6 +185,9 @@ COMMANDS = {
 
 INTERRUPTED = 130
 
+#: How a refusal begins where this machine cannot hold what was asked for.
+NO_MEMORY = "this machine has too little free memory"
+
 
 @click.group(
     cls=LazyGroup,
@@ -263,6 +266,10 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure(type(error).__name__, short(error.format_message()), 2)
         case _ if _interrupted(error):
             return _Failure("Interrupted", "interrupted", INTERRUPTED)
+        case MemoryError():
+            why = f" ({short(str(error))})" if str(error) else ""
+            told = f"{NO_MEMORY}{why}: ask for less at once, or run it where there is more"
+            return _Failure("OutOfMemory", told, 2)
         case OSError(errno=errno.ENOSPC):
             return _Failure("OutputError", "the answer cannot be written: no space left on the device", 2)
         case OSError(errno=errno.EDQUOT | errno.EFBIG | errno.EIO, strerror=str(why), filename=None):

@@ -352,6 +352,7 @@ def test_a_capacity_that_cannot_be_says_what_could():
         (lambda: Speculation(1.0, 3), "acceptance: expected a share"),
         (lambda: Speculation(0.5, 0), "at least 1"),
         (lambda: ServingSystem(COSTS, 0), "replicas: expected a whole number, at least 1, found 0"),
+        (lambda: ServingSystem(COSTS, 100_001), "replicas: expected at most 100,000, found 100,001"),
         (lambda: ServingSystem(COSTS, routing="random"), "unknown routing"),
         (lambda: ServingSystem(COSTS, 1, autoscaling=Autoscaling(5, 2, 4)), "expected 2 to 4, as autoscaling says"),
         (lambda: Autoscaling(5, 4, 2), "expected at least 4 replicas at most"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import numpy as np
 
@@ -27,12 +27,14 @@ class Decoding(Running[Request]):
     Args:
         costs: of a step.
         speculation: what drafts there are.
-        random: draws which drafts are accepted.
+        seed: of what draws which drafts are accepted.
     """
 
-    def __init__(self, costs: EngineCosts, speculation: Speculation | None, random: np.random.Generator) -> None:
+    def __init__(self, costs: EngineCosts, speculation: Speculation | None, seed: tuple[int, ...]) -> None:
         super().__init__(costs.block_tokens, speculation)
-        self.costs, self.speculation, self._random = costs, speculation, random
+        self.costs, self.speculation = costs, speculation
+        # Made only where it is drawn from: a fleet may have 100,000 replicas.
+        self._drawn = None if speculation is None else partial(speculation.steps, np.random.default_rng(seed))
         self.offsets: float = 0
         self.finishes: list[tuple[int, int, Request]] = []
         self.read_s = sum(kind.seconds_per_cached_token for kind in costs.attention if kind.window is None)
@@ -46,8 +48,8 @@ class Decoding(Running[Request]):
         """Take in a request whose cache holds `cached` tokens."""
         Running.join(self, request, cached)
         steps = request.output - request.produced
-        if self.speculation is not None:
-            steps = self.speculation.steps(self._random, steps)
+        if self._drawn is not None:
+            steps = self._drawn(steps)
         request.last = self.steps + steps
         self.offsets += request.offset
         heapq.heappush(self.finishes, (request.last, request.serial, request))

@@ -48,6 +48,8 @@ class Router:
                 replica.run_until(time)
             if replica.outstanding < best.outstanding:
                 best = replica
+            if not best.outstanding:  # the first without requests; the others run on when their turn comes
+                break
         if self._routing == "least-loaded" or demand is None or not demand.prefix:
             return best
         return self._by_prefix(replicas, best, demand)

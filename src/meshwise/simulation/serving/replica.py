@@ -12,8 +12,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-import numpy as np
-
 from meshwise.costs.engine import EngineCosts, query_key_pairs
 from meshwise.scheduling import PagedCache, Scheduler, Scheduling, Step
 from meshwise.simulation.serving.decoding import Decoding
@@ -57,8 +55,7 @@ class Replica:
         self.outstanding = 0
         self.ordered = 0.0
         self.leaving: float | None = None
-        random = np.random.default_rng((seed, number < 0, abs(number)))
-        self.decoding = Decoding(costs, scheduling.speculation, random)
+        self.decoding = Decoding(costs, scheduling.speculation, (seed, number < 0, abs(number)))
         self.cache = PagedCache(self.decoding.pages, costs.kv_blocks, keeps_prefixes=scheduling.prefix_cache)
         self.scheduler = Scheduler(
             scheduling, self.cache, self.decoding, hand_over=None if hand_over is None else self._send

@@ -18,6 +18,9 @@ ROUTINGS = {
     "affinity": "the one that has most of its prefix in the cache, unless it has many more requests than others",
 }
 
+#: Replicas in one simulation: one on each chip of the largest clusters; 8 kB each.
+MOST_REPLICAS = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillPool:
@@ -62,6 +65,7 @@ class Autoscaling:
     def __post_init__(self) -> None:
         """Check the numbers."""
         _check_replicas("autoscaling: least replicas", self.least)
+        _check_replicas("autoscaling: most replicas", self.most)
         if self.most < self.least:
             raise MeshwiseError(f"autoscaling: expected at least {self.least} replicas at most, found {self.most}")
         if self.requests_per_replica <= 0 or self.interval_s <= 0 or self.startup_s < 0:
@@ -122,3 +126,5 @@ class ServingSystem:
 def _check_replicas(what: str, count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise MeshwiseError(f"{what}: expected a whole number, at least 1, found {count!r}")
+    if count > MOST_REPLICAS:
+        raise MeshwiseError(f"{what}: expected at most {MOST_REPLICAS:,}, found {count:,}; simulate a part of the load")
