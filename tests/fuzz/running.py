@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import os
 import resource
 import signal
@@ -21,10 +22,16 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwise.cli.main import NO_MEMORY, main
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import parse_count
+from meshwise.jobs.traffic import MOST_REQUESTS
 from tests.fuzz.inputs import Input
 
 #: CPU-seconds: of an input, and of a search, which may take longer.
 LIMIT_S, SEARCH_LIMIT_S = 10.0, 90.0
+
+#: Requests that a CPU-second simulates at least.
+_REQUESTS_PER_S = 20_000.0
 
 #: Bytes that an input may take beside what the process has.
 LIMIT_BYTES = 1 << 30
@@ -65,7 +72,7 @@ class Outcome:
 def run(one: Input) -> Outcome:
     """Run an input in a folder of its own, which is gone afterwards."""
     out, err = io.StringIO(), io.StringIO()
-    limit = SEARCH_LIMIT_S if one.words[:1] == ("plan",) else LIMIT_S
+    limit = SEARCH_LIMIT_S if one.words[:1] == ("plan",) else LIMIT_S + _asked_for(one.words)
     code: int | None = None
     here, begun = Path.cwd(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,6 +89,15 @@ def run(one: Input) -> Outcome:
             if NO_MEMORY in err.getvalue():
                 gc.collect()  # what was being made is held by cycles, and the next input needs its memory
     return Outcome(code, time.process_time() - begun, out.getvalue(), err.getvalue())
+
+
+def _asked_for(words: tuple[str, ...]) -> float:
+    """CPU-seconds for requests that the words ask to have simulated, where they are many."""
+    told = [value for word, value in itertools.pairwise(words) if word == "--requests"]
+    try:
+        return min(parse_count(told[-1], "requests"), MOST_REQUESTS) / _REQUESTS_PER_S if told else 0.0
+    except MeshwiseError:
+        return 0.0
 
 
 @contextlib.contextmanager

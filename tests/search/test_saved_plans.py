@@ -103,6 +103,18 @@ def test_wires_that_leave_out_an_axis_or_lie_off_the_network_are_refused(change,
         Plan.from_json(json.dumps(changed))
 
 
+@pytest.mark.parametrize("number", [1, 2**63])
+def test_microbatches_that_are_not_the_jobs_batch_are_refused(number):
+    plan = estimate(problem(cluster="v5e:8x8", batch_tokens="512Ki", seq_len="2048"), "data=64,num_microbatches=2")
+    changed = json.loads(plan.to_json())
+    assert Plan.from_json(json.dumps(changed)).layout.sequences == 256
+    changed["layout"]["num_microbatches"] = number
+    with pytest.raises(
+        MeshwiseError, match=f"its microbatches are {128 * number:,} sequences a step, the job's.* 256 "
+    ):
+        Plan.from_json(json.dumps(changed))
+
+
 def test_a_serving_plan_of_more_chips_than_there_are_is_refused():
     given = {"on": "h100:8", "prompt": 512, "output": 64, "batch": 8, "layout": "tensor=4,replicas=2"}
     saved = json.loads(EstimateServeRequest(model="llama-3-8b", **given).plan().to_json())
@@ -130,7 +142,7 @@ def test_an_estimate_that_the_inputs_do_not_give_is_noticed(tmp_path):
     file.write_text(json.dumps(saved))
     with pytest.warns(StalePlanWarning, match=r"plan .*plan.json': its estimate is not what .* saved, .* now"):
         read_plan(file, Plan)
-    saved["job"]["batch_tokens"] *= 2  # what was asked was changed, the estimate was not
+    saved["job"]["precision"] = "fp32"  # what was asked was changed, the estimate was not
     assert "step_time_s" in Plan.from_json(json.dumps(saved)).stale
     del saved["estimate"]  # as versions before wrote it
     assert Plan.from_json(json.dumps(saved)).stale == ""

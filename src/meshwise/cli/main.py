@@ -26,6 +26,13 @@ from meshwise.cli.streams import discard, tell
 from meshwise.core.errors import MeshwiseError, StalePlanWarning, UnknownNameError, short
 
 
+def _made(module: str, attribute: str) -> click.Command:
+    from meshwise.cli.options import click_command  # noqa: PLC0415  (what reads requests is loaded with one)
+
+    found = getattr(importlib.import_module(module), attribute)
+    return found if isinstance(found, click.Command) else click_command(found)
+
+
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
     """One line of `--help`, and where its command lives.
@@ -45,13 +52,12 @@ class LazyCommand:
         if self.verbs:
             return LazyGroup(help=self.summary, lazy=self.verbs)
         module, attribute = self.target.split(":")
+        if module in sys.modules:  # in a process that runs many commands: what lives then is garbage by and by
+            return _made(module, attribute)
         collecting = gc.isenabled()
         gc.disable()  # what is loaded stays, and it is a lot: no garbage is collected meanwhile, nor in it later
         try:
-            from meshwise.cli.options import click_command  # noqa: PLC0415  (what reads requests is loaded with one)
-
-            found = getattr(importlib.import_module(module), attribute)
-            return found if isinstance(found, click.Command) else click_command(found)
+            return _made(module, attribute)
         finally:
             gc.freeze()
             if collecting:

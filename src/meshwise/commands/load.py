@@ -21,6 +21,7 @@ from meshwise.commands.simulate_serve import Count, Seconds, SimulateServeReques
 from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
 from meshwise.core.explanation import Answer
 from meshwise.costs.machine import check_new, write_new
+from meshwise.jobs.traffic import MOST_REQUESTS
 from meshwise.report.load import LoadResult, load_report, load_rows
 
 #: Fields that a simulation of the load has, too.
@@ -49,7 +50,7 @@ class LoadRequest(Request):
     """How requests arrive: poisson, constant, gamma:VARIATION (clumps), on-off:10s/50s (bursts)."""
     csv: File | None = None
     """CSV file of requests (instead of --prompt and --output), as for 'simulate serve'."""
-    requests: Count | None = Field(default=None, ge=1)
+    requests: Count | None = Field(default=None, ge=1, le=MOST_REQUESTS)
     """How many requests; by default 100, or all of a CSV file."""
     seed: int = Field(default=0, ge=0)
     """Seed of everything that is drawn at random, the tokens of prompts included."""

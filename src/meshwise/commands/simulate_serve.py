@@ -21,7 +21,7 @@ from meshwise.core.units import Quantity, format_count, format_time, parse_count
 from meshwise.costs.engine import EngineCosts
 from meshwise.jobs import computed_lengths, output_lengths
 from meshwise.jobs.lengths import parse_lengths
-from meshwise.jobs.traffic import DrawnLoad, Load, SharedPrefixes, parse_arrivals, read_trace
+from meshwise.jobs.traffic import MOST_REQUESTS, DrawnLoad, Load, SharedPrefixes, parse_arrivals, read_trace
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
 from meshwise.search.serving import ServingPlan, simulator_setup
 from meshwise.simulation.serving import (
@@ -71,7 +71,7 @@ class SimulateServeRequest(Request):
     csv: File | None = None
     """CSV file of requests (instead of --prompt and --output): arrival, prompt, output, and optionally prefix and
     keep_as."""
-    requests: Count | None = Field(default=None, ge=1)
+    requests: Count | None = Field(default=None, ge=1, le=MOST_REQUESTS)
     """How many requests; by default 10k, or all of a CSV file."""
     seed: int = Field(default=0, ge=0)
     """Seed of everything that is drawn at random."""

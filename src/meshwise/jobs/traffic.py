@@ -25,6 +25,9 @@ from meshwise.jobs.lengths import Lengths
 #: Digits of a number of tokens: enough for any context there will be, and exact in floats.
 _MOST_DIGITS = 12
 
+#: Requests that a command draws: minutes of simulation, and more than any percentile needs.
+MOST_REQUESTS = 10_000_000
+
 #: Requests that are drawn at once.
 BLOCK = 4096
 

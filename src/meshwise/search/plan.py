@@ -142,6 +142,7 @@ class Plan:
             problem = TrainingProblem(model, job, cluster, find_calibration(value["calibration"], cluster.chip))
             fabric = _fabric(cluster, value["fabric"], flat_rings=problem.calibration.flat_rings)
             layout = Layout.from_json(value["layout"])
+            _check_batch(layout, job)
             _check_wires(layout, fabric)
             plan = cls.of(problem, layout, fabric)
             return replace(plan, stale=_stale(value, plan.kept))
@@ -212,6 +213,20 @@ class ServingPlan:
                 _check_wires(layout, problem.network)
             plan = cls(problem, estimate_serving(problem, setup))
             return replace(plan, stale=_stale(value, plan.kept))
+
+
+def _check_batch(layout: Layout, job: TrainingJob) -> None:
+    """Refuse a layout whose microbatches are not the job's batch.
+
+    Raises:
+        LayoutError: with both.
+    """
+    asked = job.sequences
+    if abs(layout.sequences - asked) > asked * job.batch_slack + 1e-9:
+        raise LayoutError(
+            f"plan JSON: layout: its microbatches are {layout.sequences:,} sequences a step, the job's batch is "
+            f"{asked:,.6g} (within {job.batch_slack:.0%}); plan again"
+        )
 
 
 def _check_wires(layout: Layout | ServingLayout, fabric: Fabric) -> None:
