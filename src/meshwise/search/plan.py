@@ -216,16 +216,11 @@ class ServingPlan:
 
 
 def _check_batch(layout: Layout, job: TrainingJob) -> None:
-    """Refuse a layout whose microbatches are not the job's batch.
-
-    Raises:
-        LayoutError: with both.
-    """
-    asked = job.sequences
-    if abs(layout.sequences - asked) > asked * job.batch_slack + 1e-9:
+    """Refuse, by a LayoutError with both numbers, microbatches that are not the job's batch."""
+    if abs(layout.sequences - job.sequences) > job.sequences * job.batch_slack + 1e-9:
         raise LayoutError(
             f"plan JSON: layout: its microbatches are {layout.sequences:,} sequences a step, the job's batch is "
-            f"{asked:,.6g} (within {job.batch_slack:.0%}); plan again"
+            f"{job.sequences:,.6g} (within {job.batch_slack:.0%}); plan again"
         )
 
 
