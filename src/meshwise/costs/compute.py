@@ -57,7 +57,8 @@ class PassCompute:
     Args:
         flops: on the matrix unit, padding of uneven shards included.
         busy: seconds of those at the data-sheet rates of their formats.
-        matmul_bytes: HBM traffic of matmuls, attention and lookups: what no fusion removes.
+        matmul_bytes: HBM traffic of matmuls, attention and lookups that no fusion removes, nor a chip that holds what
+            it is said to.
         seconds: expected: per operation the longer of its FLOPs (tiles padded) and its bytes, at achieved rates.
         serial_seconds: the same with nothing overlapped: FLOPs and bytes added up.
         attention_seconds: of `seconds`, those of attention itself, which a ring's sends hide behind.
@@ -208,15 +209,23 @@ class OperationPrices:
         extents: local sizes; B is the sequences of one microbatch over all devices.
         rates: of the chip.
         bounded: whether bounds are asked for; else passes have expected seconds alone.
+        onchip: bytes of an activation that bounds do not count, as it may stay on the chip between operations.
     """
 
     def __init__(
-        self, ops: Sequence[LoweredOp], extents: Extents, rates: ComputeRates, *, bounded: bool = True
+        self,
+        ops: Sequence[LoweredOp],
+        extents: Extents,
+        rates: ComputeRates,
+        *,
+        bounded: bool = True,
+        onchip: float = 0.0,
     ) -> None:
         self.ops = ops
         self.extents = extents
         self.rates = rates
         self.bounded = bounded
+        self.onchip = onchip
         self._known: dict[int, OpCompute] = {}
         self._passes: dict[tuple[int, ...], PassCompute] = {}
 
@@ -247,9 +256,19 @@ class OperationPrices:
                 flops = one.flops if flops is _NONE else flops + one.flops
                 busy = one.busy if busy is _NONE else busy + one.busy
             if not op.fusible:
-                moved = one.num_bytes if moved is _NONE else moved + one.num_bytes
+                least = self._least_bytes(op, one)
+                moved = least if moved is _NONE else moved + least
             serial = one.serial_seconds if serial is _NONE else serial + one.serial_seconds
         return PassCompute(flops, busy, moved, seconds, serial, attention)
+
+    def _least_bytes(self, op: LoweredOp, one: OpCompute) -> Num:
+        """HBM traffic that no schedule avoids: weights and caches, and what of an activation the chip cannot hold."""
+        if not self.onchip:
+            return one.num_bytes
+        least: Num = self.extents.weighted(op.stored)
+        for activation in op.kept:
+            least = least + maximum(self.extents.weighted(activation) - self.onchip, 0.0)
+        return least
 
 
 def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded: bool = True) -> OpCompute:

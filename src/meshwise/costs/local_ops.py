@@ -24,7 +24,7 @@ from meshwise.core.tensors import (
 )
 from meshwise.costs.extents import Split, Symbols, Volume, WeightedSum, element_bytes
 from meshwise.jobs import Precision
-from meshwise.sharding.placed import LocalOp
+from meshwise.sharding.placed import Held, LocalOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class LoweredOp:
         kernel: the same, for other fused kernels.
         vector: FLOPs on the vector unit.
         num_bytes: HBM bytes.
+        stored: those of them that are of weights and caches.
+        kept: the others, tensor by tensor: activations, which may stay on the chip between operations.
         fusible: whether a fusion could remove the bytes, so that no bound counts them.
         in_passes: whether software that fuses less moves its bytes several times (not those of conversions, which say
             themselves how often they read and write).
@@ -56,6 +58,8 @@ class LoweredOp:
     kernel: tuple[Fused, tuple[tuple[str, Split], ...]] | None
     vector: WeightedSum
     num_bytes: WeightedSum
+    stored: WeightedSum
+    kept: tuple[WeightedSum, ...]
     fusible: bool
     in_passes: bool
     narrow: bool
@@ -99,13 +103,16 @@ def lower_op(
         vector = symbols.sum([(volume(op.counted or op.axes), op.flops_per_element)])
     fusible = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
     weight, grouped = _weight(op, precision)
+    moved = _moved(item, symbols, precision)
     return LoweredOp(
         matmul=matmul,
         tiles=tiles,
         attention=attention,
         kernel=kernel,
         vector=vector,
-        num_bytes=_num_bytes(item, symbols, precision),
+        num_bytes=symbols.sum(term for _, term in moved),
+        stored=symbols.sum(term for stored, term in moved if stored),
+        kept=tuple(symbols.sum([term]) for stored, term in moved if not stored),
         fusible=fusible and not bounded,
         in_passes=fusible and not isinstance(op, Convert),
         narrow=isinstance(op, Einsum) and op.narrow,
@@ -123,18 +130,30 @@ def _weight(op: Op, precision: Precision) -> tuple[DType | None, bool]:
     return (found[0].dtype or precision.weights, "E" in found[0].axes) if found else (None, False)
 
 
-def _num_bytes(item: LocalOp, symbols: Symbols, precision: Precision) -> WeightedSum:
-    """HBM bytes: inputs read once, output written once; a lookup touches only the rows it picks."""
+#: What lies in HBM from one step to the next, whatever the chip has room for.
+_STORED = (Kind.WEIGHT, Kind.KV_CACHE)
+
+
+def _moved(item: LocalOp, symbols: Symbols, precision: Precision) -> list[tuple[bool, tuple[Volume, float]]]:
+    """HBM bytes: inputs read once, output written once; a lookup touches only the rows it picks.
+
+    Returns: of each, whether it is of a weight or a cache, its volume and bytes of an element.
+    """
+
+    def of(held: Iterable[Held]) -> list[tuple[bool, tuple[Volume, float]]]:
+        return [(h.tensor.kind in _STORED, (symbols.held(h), element_bytes(h.tensor, precision))) for h in held]
+
     op = item.op
     if isinstance(op, Convert):
-        return symbols.held_bytes((*item.inputs * op.reads, *(item.output,) * op.writes), precision)
+        return of((*item.inputs * op.reads, *(item.output,) * op.writes))
     if isinstance(op, AttentionGradient | FusedGradient):  # its inputs were read by the kernel's first output
-        return symbols.held_bytes((item.output,), precision)
+        return of((item.output,))
     if isinstance(op, Lookup):
         rows = item.inputs[1] if op.scatter else item.output
-        return symbols.sum([(symbols.held(rows), 2 * element_bytes(rows.tensor, precision))])
-    terms = [(symbols.held(h), element_bytes(h.tensor, precision)) for h in (*item.inputs, item.output)]
+        touched = symbols.held(rows), element_bytes(rows.tensor, precision)
+        return [(True, touched), (False, touched)]
+    terms = of((*item.inputs, item.output))
     if isinstance(op, Fused):
         axes, num_bytes = op.spilled
-        terms.append((symbols.volume(axes, (dict(item.splits).get(a, ()) for a in axes)), num_bytes))
-    return symbols.sum(terms)
+        terms.append((False, (symbols.volume(axes, (dict(item.splits).get(a, ()) for a in axes)), num_bytes)))
+    return terms

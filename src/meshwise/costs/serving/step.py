@@ -8,6 +8,7 @@ pipeline work on as many parts of the batch as there are stages. Not here: which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -180,7 +181,9 @@ class _Roles:
     def add(self, step: Step, extents: _Extents, passes: Container[str] = PASSES, *, sends: bool = True) -> None:
         """Add some `passes` of all blocks of a step, and what they send."""
         lowered, rates = self.problem.lowered(step, self.structure), self.problem.compute_rates
-        distinct = {e: OperationPrices(lowered.ops.values, e, rates, bounded=self.rates.bounded) for e in extents}
+        # A chip whose memory nobody publishes may hold any activation: the bound must hold for it, too.
+        onchip, bounded = self.rates.chip.onchip_capacity or math.inf, self.rates.bounded
+        distinct = {e: OperationPrices(lowered.ops.values, e, rates, bounded=bounded, onchip=onchip) for e in extents}
         most, reading, head = (distinct[e] for e in extents)
         sending = {e: CollectivePrices(self.rates, e, self.places) for e in extents}
         for block in self.problem.blocks(step, self.structure):
