@@ -58,12 +58,14 @@ def is_prime(number):
     return all(number % d for d in range(2, math.isqrt(number) + 1))
 
 
-def hold(seed, layouts):
+def hold(seed, layouts, time_limit=None):
+    """Of a search that its time ended, the best is not beaten by more than the gap that it says."""
     draw = random.Random(seed)  # noqa: S311 -- a seeded test
     asked = random_problem(draw)
     try:
-        planning = plan_training(asked, within=0)
-    except InfeasibleError:
+        planning = plan_training(asked, within=0, time_limit=time_limit)
+    except InfeasibleError as error:
+        assert "was found in" not in str(error)
         layouts, planning = 0, None
     for plan in planning.plans if planning else ():
         again = Plan.from_json(plan.to_json())
@@ -78,8 +80,8 @@ def hold(seed, layouts):
             continue
         within = found.estimate.memory["total"] <= planning.memory_share * found.estimate.hbm_capacity
         if found.estimate.fits and within:
-            best = planning.plans[0].estimate.tokens_per_s
-            assert found.estimate.tokens_per_s <= best * (1 + 1e-9), f"{text} beats {planning.plans[0].line}"
+            most = planning.plans[0].estimate.tokens_per_s / (1 - planning.search.gap)
+            assert found.estimate.tokens_per_s <= most * (1 + 1e-9), f"{text} beats {planning.plans[0].line}"
 
 
 def reproduces(asked, plan):
@@ -99,7 +101,7 @@ def test_no_layout_beats_the_plan_and_its_line_gives_it_again(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_of_many_jobs_no_layout_of_a_hundred_beats_the_plan(seed):
     """Slow because each seed is a search on up to 4,096 chips and a hundred estimates."""
-    hold(seed, 100)
+    hold(seed, 100, time_limit=20)
 
 
 def test_an_estimate_says_that_it_fills_more_than_plans_do():
