@@ -78,7 +78,7 @@ def step_row(profile: Profile, plan: Planned) -> str:
         "ep": layout.expert if layout.expert > 1 else "",
         "fsdp_or_zero_stage": "FSDP" if layout.fsdp > 1 else f"ZeRO stage {layout.zero}" if layout.zero else "DDP",
         "recompute": layout.remat, "micro_batch": layout.micro_batch,
-        "global_batch_seqs": round(problem.job.batch_tokens / problem.job.seq_len),
+        "global_batch_seqs": round(problem.job.sequences),
         "seq_len": round(problem.job.seq_len),
         "measured_metric": "step_time", "measured_value": profile.step_s, "unit": "s",
         "software": "JAX" if profile.traces[0].format in ("xplane", "nsys-jax") else "PyTorch",

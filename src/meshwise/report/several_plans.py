@@ -156,7 +156,7 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
             Text(f"MFU (up) against chips (right)\n{drawn}"),
         ),
         assumed=(
-            f"the batch stays {format_count(plans[0].problem.job.batch_tokens)} tokens, rounded to what divides",
+            f"the batch stays {plans[0].problem.job.batch_words}, rounded to what divides",
             "strong scaling ends where more chips give less than half of the speed that they could add",
             f"speed is tokens/s over that of {counted(first.num_chips, 'chip')}",
         ),
