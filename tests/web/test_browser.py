@@ -111,3 +111,27 @@ def test_everything_is_reached_by_the_key_tab(served, browser, path):
             page.evaluate("document.activeElement.setAttribute('data-reached', '')")
         missed = page.evaluate(f"{REACHED}.filter(e => !e.hasAttribute('data-reached')).map(e => e.outerHTML)")
         assert not missed
+
+
+def test_the_front_is_dragged_by_the_pointer_and_moved_by_keys(served, browser):
+    """From the first point to the last but one; Back undoes the whole move; keys move over the same links."""
+    with opened(browser, served + "/serve?model=llama-3-8b&on=h100:8&prompt=1024&output=256") as page:
+        page.locator("svg.front").wait_for()
+        begun, dots = page.url, page.locator("svg.front a circle")
+        last = dots.count() - 1
+        start, end = dots.first.bounding_box(), dots.nth(last - 1).bounding_box()
+        page.mouse.move(start["x"] + 4, start["y"] + 4)
+        page.mouse.down()
+        page.locator("#shown b").wait_for()
+        page.mouse.move(end["x"] + 4, end["y"] + 4, steps=8)
+        page.mouse.up()
+        page.wait_for_url(f"**at={last - 1}")
+        page.locator("input[type=range]:focus").wait_for()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_url(f"**at={last}")
+        page.locator("input[type=range]:focus").wait_for()
+        page.go_back()
+        page.wait_for_url(f"**at={last - 1}")
+        page.go_back()
+        page.wait_for_url(begun)
+        assert Axe().run(page).violations_count == 0

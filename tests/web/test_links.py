@@ -48,10 +48,10 @@ def test_verbs_are_those_of_the_command_line():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_of_a_command_is_one_of_its_links(verb):
-    """But for those that write files, and of clusters the one that prints a file."""
+    """But for those that write files, of clusters the one that prints a file, and of the book the one of a folder."""
     fields = {(n, name) for n, request in enumerate(load(verb).requests) for name in request.model_fields}
     missing = {name for n, name in fields - {(o.number, o.name) for o in options(verb).values()}}
-    assert missing <= {"save", "svg", "trace", "engine", "prefill_engine", "template"}
+    assert missing <= {"save", "svg", "trace", "engine", "prefill_engine", "template", "patch"}
     assert len(options(verb)) == len(fields) - len(missing)
 
 

@@ -1,5 +1,6 @@
 """Pages: what they say is what the command line says, and they need neither scripts nor anything from elsewhere."""
 
+import html
 import json
 import re
 
@@ -12,6 +13,7 @@ from meshwise.web import html as written
 from meshwise.web.answers import Answered
 from meshwise.web.app import _remembered as answer
 from meshwise.web.app import make_app
+from meshwise.web.front import points_of, words_of
 from meshwise.web.links import command, parse_command, query
 from meshwise.web.moves import moves, nearest, timeline
 from meshwise.web.stops import stops_of
@@ -210,13 +212,32 @@ def test_two_are_compared(page, first, second):
 )
 def test_every_stop_of_a_slider_is_a_link_that_answers(page, name):
     verb, pairs = parse_command(ASKED[name])
-    stops = stops_of(answer(verb, pairs))
+    stops = stops_of(answer(verb, pairs), {})
     assert stops
     for one in stops:
         assert one.own in one.values, one.name
         for href in (next(iter(one.values.values())), list(one.values.values())[-1]):
             found = page.get(href)
             assert found.status_code == 200, (one.name, href, text_of(found.text)[:900])
+
+
+def test_a_point_of_the_front_is_a_link_and_is_estimated_alike(page):
+    """Its words are the slider's, its estimate has its numbers; a point that there is not chooses none."""
+    verb, pairs = parse_command("meshwise plan serve llama-3-8b --on h100:8 --prompt 1024 --output 256 --no-simulate")
+    found = answer(verb, pairs)
+    (along,) = (s for s in stops_of(found, {"at": "2"}) if s.kind == "along")
+    points = points_of(found.envelope)
+    assert len(along.values) == len(points) > 10
+    assert along.own == list(along.values)[2] == words_of(points[2])
+    body = page.get(along.values[along.own]).text
+    assert f"Chosen: {along.own.partition(',')[0]} a token" in text_of(body)
+    assert body.count('tabindex="-1"><circle') == len(points)
+    path, _, asked = html.unescape(re.search(r"Chosen: .*?<a href=\"([^\"]+)\"", body)[1]).partition("?")
+    same = page.get(f"/api/estimate{path}?{asked}").json()["plans"][0]
+    for part in ("tpot_s", "output_tokens_per_s"):  # an estimate chooses the batch of its prefills itself
+        assert same[part] == pytest.approx(points[2][part], rel=0.02)
+    for nothing in ("99", "-1", "x", ""):
+        assert "Chosen" not in page.get(f"{along.values[along.own].rpartition('=')[0]}={nothing}").text
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import asyncio
 import signal
 
 import pytest
+from starlette.testclient import TestClient
 
 from meshwise.web.answers import answer
+from meshwise.web.app import make_app
 from meshwise.web.links import parse_command
 from meshwise.web.searches import Searches
 from tests.web.conftest import untimed
@@ -105,3 +107,18 @@ def test_a_search_is_asked_again(page):
     assert page.post("/again", data={"command": "rm"}).status_code == 400
     other = {"origin": "http://evil.example"}
     assert page.post("/again", data={"command": "meshwise models"}, headers=other).status_code == 403
+
+
+@pytest.mark.slow  # 3 CPU-seconds: a process is started
+def test_a_page_that_begins_before_its_answer_is_200_and_has_the_answers_status_when_it_is_opened_again(monkeypatch):
+    """The status is sent first; programs ask /api/, which waits."""
+    monkeypatch.setattr("meshwise.web.app._PATIENCE", 0.0)
+    path = "/serve?model=llama-3-70b&on=h100:1&prompt=1024&output=16"
+    with TestClient(make_app(), base_url="http://127.0.0.1:8765") as client:
+        begun = client.get(path)
+        assert begun.status_code == 200
+        assert "Searching" in begun.text
+        assert "No answer" in begun.text
+        assert client.get(path).status_code == 422
+        asked = client.get(f"/api/plan{path}")
+        assert (asked.status_code, asked.headers["x-exit-code"]) == (422, "3")

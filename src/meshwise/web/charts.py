@@ -40,13 +40,13 @@ class Axis:
         return min(max(at, 0.0), 1.0)
 
     def ticks(self, most: int = 4) -> list[float]:
-        """At most so many powers of ten, or of two where these are few."""
-        for base in (10.0, 2.0):
-            first = math.ceil(math.log(self.low, base) - 1e-9)
-            last = math.floor(math.log(self.high, base) + 1e-9)
-            if last - first >= 1:
-                step = max(1, math.ceil((last - first + 1) / most))
-                return [base**k for k in range(first, last + 1, step)]
+        """At most so many powers of ten; where these are few their halves and fifths, too (1, 2, 5, 10)."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        for steps in ((1.0,), (1.0, 2.0, 5.0)):
+            every = (step * 10.0**k for k in range(first, last + 1) for step in steps)
+            inside = [tick for tick in every if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
+            if len(inside) > 1:
+                return inside[:: math.ceil(len(inside) / most)]
         return [self.low, self.high]
 
 
@@ -95,13 +95,12 @@ class Plot:
         for (x1, y1), (x2, y2) in pairwise(places):
             self.parts.append(Markup('<line class="{}" x1="{}" y1="{}" x2="{}" y2="{}"/>').format(kind, x1, y1, x2, y2))
 
-    def point(self, x: float, y: float, kind: str, words: str = "", radius: int = 4) -> None:
-        """A dot; `words` are shown where the pointer rests on it."""
+    def point(self, x: float, y: float, kind: str, words: str = "", *, radius: int = 4, leads: str = "") -> None:
+        """A dot; `words` are shown where the pointer rests on it; `leads` is its link, for a pointer alone."""
         across, down = self.at(x, y)
         named = Markup("<title>{}</title>").format(words) if words else ""
-        self.parts.append(
-            Markup('<circle class="{}" cx="{}" cy="{}" r="{}">{}</circle>').format(kind, across, down, radius, named)
-        )
+        dot = Markup('<circle class="{}" cx="{}" cy="{}" r="{}">{}</circle>').format(kind, across, down, radius, named)
+        self.parts.append(Markup('<a href="{}" tabindex="-1">{}</a>').format(leads, dot) if leads else dot)
 
     def label(self, x: float, y: float, words: str, *, up: int = 9) -> None:
         """Words beside a place, on the side where there is more room."""
@@ -123,8 +122,8 @@ class Plot:
             head.format(_anchor(self.x.share(x)), across, words),
         ]
 
-    def svg(self) -> Markup:
-        """The picture."""
+    def svg(self, kind: str = "plot") -> Markup:
+        """The picture, of a class."""
         grid = Markup()
         for value in self.x.ticks():
             across = self.at(value, self.y.low)[0]
@@ -141,9 +140,9 @@ class Plot:
                 f"{float(down) - 3:.1f}", self.y.show(value)
             )
         return Markup(
-            '<div class="axis">{} (up)</div><svg class="plot" height="{}" aria-hidden="true">{}{}</svg>'
+            '<div class="axis">{} (up)</div><svg class="{}" height="{}" aria-hidden="true">{}{}</svg>'
             '<div class="axis right">{} (right)</div>'
-        ).format(self.y.title, HEIGHT, grid, Markup().join(self.parts), self.x.title)
+        ).format(self.y.title, kind, HEIGHT, grid, Markup().join(self.parts), self.x.title)
 
 
 def _anchor(share: float) -> str:

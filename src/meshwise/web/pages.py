@@ -54,7 +54,7 @@ def _urls(text: str) -> Markup:
 EXPORTED = (*TARGETS, *SERVING_TARGETS)
 
 #: Options of the page alone, which no command has.
-PAGE_OPTIONS = ("b", "step", "device")
+PAGE_OPTIONS = ("b", "step", "device", "at")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) 
         drawn=pictures(answered, asked.page) if answered.envelope else "",
         short=Markup(answered.short),  # noqa: S704  (made of escaped text by `html`)
         whole=Markup(answered.whole) if answered.whole != answered.short else "",  # noqa: S704
-        stops=stops_of(answered),
+        stops=stops_of(answered, asked.page),
         moves=moves(answered),
         timeline=timeline(answered),
         nearest=nearest(answered),

@@ -12,9 +12,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from meshwise.core.units import format_count, format_flops_per_s, format_money, format_percent, format_time
+from meshwise.core.units import format_flops_per_s, format_money, format_percent, format_time
 from meshwise.web.answers import Answered
 from meshwise.web.charts import Axis, Plot, figure, lanes, legend
+from meshwise.web.front import front_picture
 from meshwise.web.mesh import mesh_pictures
 from meshwise.web.views import link
 
@@ -29,6 +30,8 @@ def pictures(answered: Answered, page: Mapping[str, str]) -> Markup:
         page: options of the page alone, such as the device whose blocks are shown.
     """
     assert answered.envelope is not None, "a failure has no charts"
+    if answered.verb == "plan serve":
+        return front_picture(answered, answered.envelope, page)
     draw = _DRAWN.get(answered.verb)
     if draw is not None:
         return draw(answered, answered.envelope)
@@ -53,7 +56,7 @@ def _roofline(_answered: Answered, data: _Json) -> Markup:
     plot.upright(ridge, f"ridge {ridge:,.1f}")
     rows = [("the ridge", f"{ridge:,.1f}", format_flops_per_s(peak))]
     if here is not None and reached is not None:
-        plot.point(here, reached, "you", f"{here:,.4g} FLOPs/byte, {format_flops_per_s(reached)}", 7)
+        plot.point(here, reached, "you", f"{here:,.4g} FLOPs/byte, {format_flops_per_s(reached)}", radius=7)
         plot.label(here, reached, format_flops_per_s(reached), up=-20)
         rows.append(
             ("this operation", f"{here:,.4g}", f"{format_flops_per_s(reached)} ({format_percent(reached / peak)})")
@@ -64,44 +67,6 @@ def _roofline(_answered: Answered, data: _Json) -> Markup:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
-
-
-def _front(_answered: Answered, data: _Json) -> Markup:
-    """How much throughput latency costs."""
-    points = data.get("pareto") or []
-    if len(points) < 2:
-        return Markup()
-    times, tokens = [p["tpot_s"] for p in points], [p["output_tokens_per_s"] for p in points]
-    best = data["plans"][0]
-    every_x, every_y = [*times, best["tpot_s"]], [*tokens, best["output_tokens_per_s"]]
-    plot = Plot(
-        Axis(min(every_x) / 1.3, max(every_x) * 1.3, format_time, "time per output token"),
-        Axis(min(every_y) / 1.3, max(every_y) * 1.3, format_count, "output tokens/s of all chips"),
-    )
-    steps = [(x, y) for (x1, y1), x2 in zip(zip(times, tokens, strict=True), [*times[1:], times[-1]], strict=True)
-             for x, y in ((x1, y1), (x2, y1))]  # fmt: skip
-    plot.line(steps, "front")
-    for p in points:
-        apart = p["mode"] == "disaggregated"
-        words = f"{p['decode_layout']}, batch {p['batch']:,}{', apart' if apart else ''}"
-        plot.point(p["tpot_s"], p["output_tokens_per_s"], "apart" if apart else "dot", words)
-    if data["inputs"]["max_tpot_s"]:
-        plot.upright(data["inputs"]["max_tpot_s"], f"target {format_time(data['inputs']['max_tpot_s'])}")
-    plot.point(best["tpot_s"], best["output_tokens_per_s"], "you", "the plan", 7)
-    plot.label(best["tpot_s"], best["output_tokens_per_s"], "the plan", up=14)
-    rows = [
-        (
-            format_time(p["tpot_s"]),
-            f"{p['output_tokens_per_s']:,.0f}",
-            format_time(p["ttft_s"]),
-            f"{p['batch']:,}",
-            p["decode_layout"],
-        )
-        for p in points[:: max(1, len(points) // 24)]
-    ]
-    head = (">a token", ">tokens/s", ">first token", ">batch", "layout")
-    words = "Filled: engines prefill and decode in turn; hollow: in engines apart."
-    return figure("How much throughput does low latency cost?", plot.svg(), head, rows, words)
 
 
 #: Kind of compute or wait -> its class.
@@ -177,7 +142,7 @@ def _clusters(data: _Json) -> Markup:
         Axis(min(costs) / 1.5, max(costs) * 1.5, format_money, "cost of 1B tokens"),
     )
     for name, time, cost in found:
-        plot.point(time, cost, "dot", name, 6)
+        plot.point(time, cost, "dot", name, radius=6)
         plot.label(time, cost, name)
     numbers = [(name, format_time(time), format_money(cost)) for name, time, cost in found]
     return figure("Which cluster is faster, which cheaper?", plot.svg(), ("cluster", ">time", ">cost"), numbers)
@@ -195,7 +160,7 @@ def _scaling(data: _Json) -> Markup:
     )
     plot.line(found, "front")
     for chips, share in found:
-        plot.point(chips, share, "dot", f"{chips:,} chips: {format_percent(share)}", 5)
+        plot.point(chips, share, "dot", f"{chips:,} chips: {format_percent(share)}", radius=5)
     numbers = [(f"{chips:,}", format_percent(share)) for chips, share in found]
     return figure("How far does it scale?", plot.svg(), (">chips", ">MFU"), numbers)
 
@@ -255,6 +220,5 @@ _DRAWN: Mapping[str, Callable[[Answered, _Json], Markup]] = {
     "roofline": _roofline,
     "plan train": _trained,
     "estimate train": _trained,
-    "plan serve": _front,
     "simulate train": _timeline,
 }

@@ -18,6 +18,7 @@ from meshwise.models import load_model
 from meshwise.sharding.layout import MESH_AXES, axis_of
 from meshwise.sharding.serving import ServingLayout
 from meshwise.web.answers import Answered
+from meshwise.web.front import along
 from meshwise.web.links import Pairs
 from meshwise.web.moves import shared
 from meshwise.web.views import changed, link
@@ -33,21 +34,29 @@ class Stops:
         name: of the quantity.
         values: text -> link, in order.
         own: the text that is shown.
+        kind: a class; `along` of the points of a chart, which a pointer drags along.
     """
 
     name: str
     values: Mapping[str, str]
     own: str
+    kind: str = ""
 
 
-def stops_of(answered: Answered) -> list[Stops]:
-    """What can be varied beside an answer."""
-    found = _FOUND.get(answered.verb)
-    return (
-        []
-        if found is None or answered.envelope is None
-        else [s for s in found(answered, answered.envelope) if len(s.values) > 1]
-    )
+def stops_of(answered: Answered, page: Mapping[str, str]) -> list[Stops]:
+    """What can be varied beside an answer.
+
+    Args:
+        answered: the answer.
+        page: options of the page alone, such as the point of the front that is shown.
+    """
+    find = _FOUND.get(answered.verb)
+    if find is None or answered.envelope is None:
+        return []
+    found = [*find(answered, answered.envelope)]
+    if answered.verb == "plan serve":
+        found.insert(0, Stops("along the front", *along(answered, page), "along"))
+    return [s for s in found if len(s.values) > 1]
 
 
 def count_text(number: float) -> str:

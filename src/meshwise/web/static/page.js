@@ -113,6 +113,28 @@ function prepare(within) {
   all(".stop", within).filter(row => !one("input", row)).forEach(slider);
 }
 
+// Drag along the points of a chart: the nearest one is chosen, as by the slider over the same links.
+let dragging = false;
+function toward(event) {
+  const points = all("svg.front a"), input = one(".stop.along input");
+  const far = ({x, y, width, height}) => Math.hypot(x + width / 2 - event.clientX, y + height / 2 - event.clientY);
+  const away = points.map(a => far(a.getBoundingClientRect()));
+  const nearest = away.indexOf(Math.min(...away));
+  if (nearest < 0 || !input || input.valueAsNumber === nearest) return;
+  input.value = nearest;
+  input.dispatchEvent(new Event("input"));
+}
+document.addEventListener("pointerdown", event => {
+  dragging = !event.button && event.target.closest("svg.front") !== null;
+  if (dragging) { event.preventDefault(); toward(event); }
+});
+document.addEventListener("pointermove", event => { if (dragging) toward(event); });
+document.addEventListener("pointerup", () => {
+  if (dragging) one(".stop.along input")?.dispatchEvent(new Event("change"));
+  dragging = false;
+});
+document.addEventListener("pointercancel", () => { dragging = false; });
+
 // A form or a link that leads nowhere because the server has stopped: ask it first.
 async function leave(event, link, go) {
   event.preventDefault();
@@ -137,6 +159,7 @@ document.addEventListener("submit", event => {
 
 document.addEventListener("click", event => {
   const a = event.target.closest("a[href]");
+  if (a?.closest("svg.front") && one(".stop.along input")) { event.preventDefault(); return; }  // dragged there already
   if (!a || a.hasAttribute("download") || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
   const link = a.getAttribute("href");
   if (link.startsWith("/")) leave(event, link, () => { location.assign(link); });
