@@ -253,8 +253,6 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
         collectives += _of_shared_weights(rounds, ledger.holdings)
         more_memory["arguments"] = {"every stage": rounds.state(ledger.holdings)}
         more_memory["temporaries"] = rounds.held(ledger.holdings, stream)
-    elif layout.num_microbatches > 1:
-        more_memory["temporaries"] = {"own gradients": memory["gradients"]}
     return Expected(
         collectives=tuple(collectives),
         flops=flops.planned,

@@ -42,7 +42,6 @@ REASONS = {
     "rounds held": "activations of every round are kept, and what the last stage made, until the head has read it",
     "inputs held": "of microbatches in flight the inputs of a stage are kept, and no activations within it",
     "one head": "logits of one microbatch are held at a time, on every stage",
-    "own gradients": "gradients of one microbatch, of all layers, are held beside those that are added up",
     "batch": "token numbers and labels are passed in",
     "tiles": "arrays are padded to whole tiles in memory",
     "gaps": "between arrays that live at different times, in the one piece of memory that XLA cuts them from",

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshwise.runtime.accumulated import losses_onto
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree
 from meshwise.runtime.pipeline import Pipeline
@@ -21,7 +22,9 @@ from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
 
 Batch = Mapping[str, jax.Array]
-LossAndGradients = Callable[[Tree, Batch], tuple[jax.Array, Tree]]
+#: From weights and a batch (all microbatches of a pipeline) to summed losses and gradients; or from weights, a
+#: microbatch and accumulators to summed losses and the accumulators, its gradients added.
+LossAndGradients = Callable[..., tuple[jax.Array, Tree]]
 #: Mesh axis of replicas that add up gradients of their own.
 _REPLICAS = "data"
 
@@ -59,38 +62,56 @@ class Accumulation:
         Returns: the sum of the losses of all tokens, and its gradients in the format of accumulators.
         """
         staged = self.layout.stage > 1
-        one = self._of_replicas() if self.replicas else self._of_batch(self.stack)
-        if staged or self.layout.num_microbatches == 1:
+        if not staged and self.layout.num_microbatches > 1:
+            loss, gradients = self._of_microbatches(weights, batch)
+        else:
+            one = self._of_each_replica(self._of_stages if staged else self._of_batch)
             loss, gradients = one(weights, batch if staged else {name: x[0] for name, x in batch.items()})
             gradients = self._hold(jax.tree.map(lambda g: g.astype(self.dtype), gradients))
-        else:
-            loss, gradients = self._of_microbatches(one, weights, batch)
         return (jnp.sum(loss), self._of_all_replicas(gradients)) if self.replicas else (loss, gradients)
 
+    def _of_stages(self, stack: Stack) -> LossAndGradients:
+        """The function of all microbatches of a pipeline."""
+        layout = self.layout
+        shape = (layout.stage, layout.virtual_stages, layout.schedule)
+        return Pipeline(stack, *shape, self.parameters, self.dtype, self.reductions).loss_and_gradients
+
     def _of_batch(self, stack: Stack) -> LossAndGradients:
-        """The function from weights and a microbatch, or all those of a pipeline, to summed losses and gradients."""
-        if self.layout.stage > 1:
-            layout = self.layout
-            shape = (layout.stage, layout.virtual_stages, layout.schedule)
-            return Pipeline(stack, *shape, self.parameters, self.dtype, self.reductions).loss_and_gradients
+        """The function of a step's only microbatch."""
 
-        def loss(weights: Tree, microbatch: Batch) -> jax.Array:
-            return jnp.sum(stack.losses(weights, microbatch["tokens"], microbatch["labels"]))
+        def loss(weights: Tree, batch: Batch) -> jax.Array:
+            return jnp.sum(stack.losses(weights, batch["tokens"], batch["labels"]))
 
-        def one(weights: Tree, microbatch: Batch) -> tuple[jax.Array, Tree]:
-            total, gradients = jax.value_and_grad(loss)(watch(weights, self.reductions), microbatch)
+        def one(weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+            total, gradients = jax.value_and_grad(loss)(watch(weights, self.reductions), batch)
             return total, sunk(gradients)
 
         return one
 
-    def _of_microbatches(self, one: LossAndGradients, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    def _onto(self, stack: Stack) -> LossAndGradients:
+        """The function that adds the gradients of a microbatch to accumulators."""
+
+        def one(weights: Tree, microbatch: Batch, totals: Tree) -> tuple[jax.Array, Tree]:
+            watched = watch(weights, self.reductions)
+
+            def loss(passed: Tree) -> tuple[jax.Array, Tree]:
+                losses, passed = losses_onto(stack, watched, passed, microbatch["tokens"], microbatch["labels"])
+                return jnp.sum(losses), passed
+
+            # Nothing reads what goes forward beside the stream; compilers leave it out.
+            (total, _), backward = jax.vjp(loss, jax.tree.map(jnp.zeros_like, totals))
+            return total, backward((jnp.ones_like(total), totals))[0]
+
+        return one
+
+    def _of_microbatches(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         """Add up microbatches, one after the other."""
+        one = self._of_each_replica(self._onto)
 
         def add(total: tuple[jax.Array, Tree], microbatch: Batch) -> tuple[tuple[jax.Array, Tree], None]:
             # Else compilers gather embedding and head before the loop, and hold both through all microbatches.
             own, given = jax.lax.optimization_barrier((weights, microbatch))
-            loss, gradients = one(own, given)
-            added = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[1], gradients)
+            loss, added = one(own, given, total[1])
             return (total[0] + loss, self._hold(added)), None
 
         lead = (self.layout.data,) if self.replicas else ()
@@ -103,8 +124,10 @@ class Accumulation:
         placement = replace(self.stack.placement, outside=frozenset(lead))
         return jax.tree.map(lambda p, g: p.hold(g, placement, placement.reduces, lead), self.parameters, gradients)
 
-    def _of_replicas(self) -> LossAndGradients:
-        """The same for each replica alone: sequences are dealt to replicas, which a leading dimension numbers."""
+    def _of_each_replica(self, make: Callable[[Stack], LossAndGradients]) -> LossAndGradients:
+        """What `make` makes of the model; or each replica alone, with sequences dealt to them, numbered in front."""
+        if not self.replicas:
+            return make(self.stack)
         placement = self.stack.placement
         inner = replace(self.stack, placement=replace(placement, outside=frozenset({_REPLICAS})))
         over, count = placement.strategy.splits(("B",))["B"], self.layout.data
@@ -117,8 +140,14 @@ class Accumulation:
             apart = x.reshape(*lead, before, count, sequences // before // count, length)
             return jnp.moveaxis(apart, len(lead) + 1, 0).reshape(count, *lead, sequences // count, length)
 
-        each = jax.vmap(self._of_batch(inner), in_axes=(None, 0), spmd_axis_name=_REPLICAS)
-        return lambda weights, batch: each(weights, {name: deal(x) for name, x in batch.items()})
+        each = make(inner)
+
+        def one(weights: Tree, batch: Batch, *totals: Tree) -> tuple[jax.Array, Tree]:
+            dealt = {name: deal(x) for name, x in batch.items()}
+            axes = (None, *[0] * (1 + len(totals)))
+            return jax.vmap(each, in_axes=axes, spmd_axis_name=_REPLICAS)(weights, dealt, *totals)
+
+        return one
 
     def _of_all_replicas(self, gradients: Tree) -> Tree:
         """Add up what replicas have, and leave each device what its optimizer reads."""

@@ -97,11 +97,15 @@ class Stack:
         """Run the layers of a segment."""
 
         def layer(run: Run) -> Layer:
-            policy = self.policy if run.remat else _KEEP_ALL
-            keeping = self._keeping(self.block(run.block), policy, looped=segment.times * run.count > 1)
-            return lambda x, own: (keeping(x, own), None)
+            one = self.layer(segment, run)
+            return lambda x, own: (one(x, own), None)
 
         return run_segment(segment, x, {run.key: weights[run.key] for run in segment.runs}, layer)[0]
+
+    def layer(self, segment: Segment, run: Run) -> Callable[[jax.Array, Arrays], jax.Array]:
+        """One layer of a run: from the residual stream and its weights to the stream after it."""
+        policy = self.policy if run.remat else _KEEP_ALL
+        return self._keeping(self.block(run.block), policy, looped=segment.times * run.count > 1)
 
     def _layer(
         self, block: Block, recomputed: frozenset[str] = frozenset()
@@ -226,10 +230,7 @@ def carry_caches(
 
         return one
 
-    def numbers(run: Run) -> jax.Array:
-        return jnp.arange(segment.times * run.count, dtype=jnp.int32).reshape(segment.stack(run))
-
-    own = {run.key: (weights[run.key], numbers(run)) for run in segment.runs}
+    own = {run.key: (weights[run.key], segment.numbers(run)) for run in segment.runs}
     start: Any = (carried[0], dict(carried[1]))
     (x, caches), _ = run_segment(segment, start, own, layer)
     return x, caches

@@ -58,6 +58,10 @@ class Segment:
         """Sizes of the leading dimensions that stack a run's weights: over times, and within a run."""
         return tuple(n for n in (self.times, run.count) if n > 1)
 
+    def numbers(self, run: Run) -> jax.Array:
+        """Number of each layer of a run, stacked as they are."""
+        return jnp.arange(self.times * run.count, dtype=jnp.int32).reshape(self.stack(run))
+
 
 def plan_segments(order: Sequence[str], remat_layers: int | None = None) -> tuple[Segment, ...]:
     """Write the order of layers as segments.
