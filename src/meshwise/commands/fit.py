@@ -44,6 +44,13 @@ class FitRequest(ModelOnCluster):
     precision: Annotated[str, Flag("PRECISIONS")] = ""
     """Serving precisions to try, fp8,int4-weights; by default those that the chip multiplies in, and int4 weights."""
 
+    @field_validator("context")
+    @classmethod
+    def _context_is_whole(cls, context: float | None) -> float | None:
+        if context is not None and context != int(context):
+            raise MeshwiseError(f"expected a whole number of tokens, found {context:g}")
+        return context
+
     @field_validator("precision")
     @classmethod
     def _precisions_are_known(cls, text: str) -> str:

@@ -268,7 +268,8 @@ class Trace:
 
     def words(self) -> dict[str, Any]:
         """What it is, for a report."""
-        return {"trace": self.source, "requests": self.num_requests, "rate_per_s": self.rate}
+        rate = self.rate if math.isfinite(self.rate) else None  # JSON has no word for all at once
+        return {"trace": self.source, "requests": self.num_requests, "rate_per_s": rate}
 
 
 #: Requests in order of arrival.

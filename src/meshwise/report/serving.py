@@ -5,6 +5,7 @@ Not here: the simulation itself (`simulation.serving`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -98,11 +99,10 @@ def _answer(
     refused = f"; {result.refused:,} do not fit in the cache" if result.refused else ""
     aim = targets.ttft_s is not None or targets.tpot_s is not None
     kept = f"; {format_percent(float(result.kept(targets).mean()))} keep the targets" if aim else ""
-    rate = (
-        f"{load.rate:.4g} requests/s"
-        if capacity is None
-        else f"At most {capacity.rate:.4g} requests/s keep the targets"
-    )
+    if capacity is not None:
+        rate = f"At most {capacity.rate:.4g} requests/s keep the targets"
+    else:
+        rate = f"{load.rate:.4g} requests/s" if math.isfinite(load.rate) else f"{load.num_requests:,} requests at once"
     first = f"TTFT {format_time(ttft.p50)} (p99 {format_time(ttft.p99)})"
     return f"{rate}: {first}{later}{kept if capacity is None else ''}{refused}"
 
