@@ -301,11 +301,12 @@ XLA_OVERLAP = Overlap(
 
 def xla_note(choices: Choices) -> str:
     """With which options of the compiler collectives run beside compute, "" where the defaults do."""
-    options = overlap_options("tpu" if choices.chip.vendor == "google" else "cuda")
+    tpu = choices.chip.vendor == "google"
+    options = overlap_options("tpu" if tpu else "gpu")
     if not options or not any(choices.hidden.values()):
         return ""
     words = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
-    return f"what is hidden is so with LIBTPU_INIT_ARGS='{words}' in the environment"
+    return f"what is hidden is so with {'LIBTPU_INIT_ARGS' if tpu else 'XLA_FLAGS'}='{words}' in the environment"
 
 
 #: Of tools that offload the activations of all layers.

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Platform, as JAX names it -> options. On TPUs gathers and sums run in pieces inside of the fusions that stand beside
-#: them. On GPUs the latency-hiding scheduler is on anyway; pipelining the collectives of loops holds up to a fifth more
-#: memory, which plans do not count, for 3 % of the least time (docs/verify.md): it is left off.
-_OPTIONS: Mapping[str, Mapping[str, bool]] = {
+#: On GPUs the latency-hiding scheduler is on anyway, but all sums of a layer's gradients were joined into one, which
+#: waits for the last of them: arrays of a megabyte and more go alone. Pipelining the collectives of loops would hold up
+#: to a fifth more memory, which plans do not count, for 3 % of the least time (docs/verify.md): it is left off.
+_GPU = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
+
+#: Platform, as JAX or XLA names it -> options. On TPUs gathers and sums run in pieces inside of the fusions that stand
+#: beside them.
+_OPTIONS: Mapping[str, Mapping[str, bool | int]] = {
     "tpu": {
         "xla_enable_async_all_gather": True,
         "xla_tpu_enable_async_collective_fusion": True,
@@ -18,9 +22,11 @@ _OPTIONS: Mapping[str, Mapping[str, bool]] = {
         "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
         "xla_tpu_overlap_compute_collective_tc": True,
     },
+    "gpu": _GPU,
+    "cuda": _GPU,
 }
 
 
-def overlap_options(platform: str) -> dict[str, bool]:
+def overlap_options(platform: str) -> dict[str, bool | int]:
     """Options of the compiler for a training step on devices of this platform."""
     return dict(_OPTIONS.get(platform, {}))

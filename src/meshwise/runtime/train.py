@@ -143,7 +143,7 @@ class TrainStep:
         return dict(jax.jit(self._initial, out_shardings=shardings)(seed))
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | int]:
         """Options with which it is to be compiled: `step.jitted.lower(...).compile(step.compiler_options)`."""
         return overlap_options(self.stack.placement.platform)
 
