@@ -31,56 +31,69 @@ class _Lies:
     Args:
         words: in the evidence.
         bandwidth: bytes/s that neighbours would have.
+        own: bytes/s that it has at most as it lies.
         strided: whether it is not of neighbours.
     """
 
     words: str
     bandwidth: float
+    own: float
     strided: bool
 
 
 def strided_groups(profile: Profile, groups: Sequence[Group]) -> dict[tuple[str, int | None, str], Cause]:
     """Groups (`key_of`) that do not lie on neighbours and are slower than these would be, with what that costs."""
-    together = (g.bus_bandwidth or 0.0 for g in groups if _follow_one_another(g))
-    neighbours = max(together, default=0.0)
+    if profile.chip is None:
+        return {}
+    lies = {key_of(g): _lies(profile, profile.chip, g) for g in groups if _is_large(g)}
+    reached = [
+        (g.bus_bandwidth or 0.0) / lies[key_of(g)].own
+        for g in groups if key_of(g) in lies and _consecutive(_first(g))
+    ]  # fmt: skip
+    efficiency = min(max(reached, default=0.0) or 1.0, 1.0)
     total = sum(group.seconds for group in groups)
     found = {}
     for group in groups:
         waited = profile.partition_s["waiting"] * group.seconds / total if total else 0.0
-        cause = _strided(profile, group, neighbours, waited)
+        cause = _strided(group, lies[key_of(group)], efficiency, waited) if key_of(group) in lies else None
         if cause is not None:
             found[key_of(group)] = cause
     return found
 
 
-def _follow_one_another(group: Group) -> bool:
-    """Whether the first group is of devices that follow one another, and sends enough to tell a bandwidth."""
+def _first(group: Group) -> tuple[int, ...]:
+    """The devices of the first group, () if unknown."""
     sent = group.ops[0].kind.collective
-    ranks = sent.groups[0] if sent is not None and sent.groups else ()
-    large = (group.num_bytes or 0.0) >= _FEWEST_BYTES * max(group.runs, 1)
-    return len(ranks) > 1 and _consecutive(ranks) and large
+    return sent.groups[0] if sent is not None and sent.groups else ()
+
+
+def _is_large(group: Group) -> bool:
+    """Whether its devices are known, and it sends enough to tell a bandwidth."""
+    enough = (group.num_bytes or 0.0) >= _FEWEST_BYTES * max(group.runs, 1)
+    return len(_first(group)) > 1 and bool(group.size) and enough
 
 
 def _consecutive(ranks: Sequence[int]) -> bool:
     return sorted(ranks) == list(range(min(ranks), min(ranks) + len(ranks)))
 
 
-def _strided(profile: Profile, group: Group, neighbours: float, waited: float) -> Cause | None:
+def _lies(profile: Profile, chip: Chip, group: Group) -> _Lies:
+    sent = group.ops[0].kind.collective
+    assert sent is not None, "its devices are known"
+    return _on_torus(profile, chip, sent) if chip.num_links > 1 else _on_nodes(chip, sent)
+
+
+def _strided(group: Group, lies: _Lies, efficiency: float, waited: float) -> Cause | None:
     """The cause of one group, None if it lies well or is as fast as if it did.
 
-    `neighbours`: bytes/s that groups of neighbours reach in the same trace, 0 if it has none; no more is expected.
+    `efficiency`: share of what their links can that groups of neighbours reach in the same trace; no more is expected.
     """
-    chip, sent = profile.chip, group.ops[0].kind.collective
-    if chip is None or sent is None or not sent.groups or not group.size or group.num_bytes is None:
+    if not lies.strided or group.num_bytes is None or not group.size:
         return None
-    if group.num_bytes / max(group.runs, 1) < _FEWEST_BYTES or len(sent.groups[0]) < 2:
-        return None
-    lies = _on_torus(profile, chip, sent) if chip.num_links > 1 else _on_nodes(chip, sent)
-    bandwidth = min(lies.bandwidth, neighbours) if neighbours else lies.bandwidth
-    expected = wire_bytes(group.kind, group.num_bytes, group.size) / bandwidth
+    expected = wire_bytes(group.kind, group.num_bytes, group.size) / (lies.bandwidth * efficiency)
     wire = group.seconds - waited
     seconds = min(wire, group.exposed) - expected
-    if not lies.strided or wire <= _STRIDED * expected or seconds <= 0:
+    if wire <= _STRIDED * expected or seconds <= 0:
         return None
     evidence = (
         f"{group.kind}s over devices {group.name} take {format_time(group.seconds)} for "
@@ -101,7 +114,7 @@ def _on_torus(profile: Profile, chip: Chip, sent: Collective) -> _Lies:
     assumed = "" if sent.placed else "; numbers of devices are taken for places: the trace does not say which is which"
     if lies_on is None:
         words = f"devices {first[1] - first[0]:,} apart in the order of their numbers, which are taken for places"
-        return _Lies(words, bandwidth, first[1] - first[0] > 1)
+        return _Lies(words, bandwidth, bandwidth, first[1] - first[0] > 1)
     load = lies_on.load(sent.groups)
     ways = f"on a {lies_on.text} slice"
     if load > _LINE:
@@ -110,7 +123,8 @@ def _on_torus(profile: Profile, chip: Chip, sent: Collective) -> _Lies:
         words = f"{ways} it lies on a line whose ends are not linked, which takes twice as long as a ring"
     else:
         words = f"{ways} it lies on neighbours"
-    return _Lies(words + assumed, bandwidth, load > _LINE or (load > 1 and not pair and not _consecutive(first)))
+    strided = load > _LINE or (load > 1 and not pair and not _consecutive(first))
+    return _Lies(words + assumed, bandwidth, 2 * chip.link_bandwidth_one_way / max(load, 1.0), strided)
 
 
 def _on_nodes(chip: Chip, sent: Collective) -> _Lies:
@@ -119,4 +133,5 @@ def _on_nodes(chip: Chip, sent: Collective) -> _Lies:
     ranks = sent.groups[0]
     nodes = len({rank // size for rank in ranks})
     words = f"its {len(ranks)} ranks lie on {nodes} nodes, if ranks fill nodes of {size} one after another"
-    return _Lies(words, chip.link_bandwidth_one_way, nodes > 1 and len(ranks) <= size)
+    bandwidth = chip.link_bandwidth_one_way
+    return _Lies(words, bandwidth, bandwidth, nodes > 1 and len(ranks) <= size)
