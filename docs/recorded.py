@@ -20,6 +20,9 @@ from meshwise.core.errors import MeshwiseError
 #: Values of a slider, from a quarter of the question's own to four times it.
 _STOPS, _SPAN = 41, 4.0
 
+#: A reader's answer is right within the problem's tolerance, and at least within this.
+_LEAST = 0.005
+
 
 def values_of(printed: float) -> list[float]:
     """What a slider has: its own value and others about it, whole ones where that is whole.
@@ -38,14 +41,15 @@ def values_of(printed: float) -> list[float]:
 
 
 def recorded(problem: Problem) -> dict[str, Any]:
-    """The answers of a problem: for each number of its question the values, our answers, or why there is none."""
+    """The answers of a problem: its own, and for each number of its question the values, our answers, or why not."""
     inputs: dict[str, Any] = {}
     for name, printed in problem.values.items():
         if name in problem.variable and isinstance(printed, int | float) and printed:
             values = values_of(printed)
             answers = [_answer(problem, name, v) for v in values]
             inputs[name] = {"own": values.index(printed), "values": values, "answers": answers}
-    return {"unit": problem.unit, "inputs": inputs}
+    own = _number(solve(problem).value)
+    return {"unit": problem.unit, "answer": own, "tolerance": max(problem.tolerance, _LEAST), "inputs": inputs}
 
 
 def _answer(problem: Problem, name: str, value: float) -> float | str | dict[str, str]:
@@ -54,6 +58,11 @@ def _answer(problem: Problem, name: str, value: float) -> float | str | dict[str
         answer = solve(problem, {name: repr(value)}).value
     except MeshwiseError as error:
         return {"no": str(error)}
+    return _number(answer)
+
+
+def _number(answer: float | str) -> float | str:
+    """To six figures; a word as it is."""
     return answer if isinstance(answer, str) or not math.isfinite(answer) else float(f"{answer:.6g}")
 
 
@@ -71,6 +80,4 @@ def write(app: Sphinx, exception: Exception | None) -> None:
 def _chapter(chapter: str) -> Iterator[tuple[str, Any]]:
     for problem in problems().values():
         if problem.chapter == chapter:
-            found = recorded(problem)
-            if found["inputs"]:
-                yield problem.id, found
+            yield problem.id, recorded(problem)

@@ -95,6 +95,10 @@ def _problem(solution: Solution) -> Iterator[str]:
     yield ""
     yield f"{_plain(problem.question)}"
     yield ""
+    yield f'<div class="check" data-problem="{problem.id}"></div>'
+    yield ""
+    yield '<details class="worked"><summary>Worked answer</summary>'
+    yield ""
     yield f"**{how.result}**; the book prints {_plain(printed)}: {VERDICTS[solution.verdict]}."
     yield ""
     yield "```text"
@@ -104,6 +108,8 @@ def _problem(solution: Solution) -> Iterator[str]:
     yield from ([f"$ {solution.equivalent}"] if solution.equivalent else [f"no other command: {solution.no_command}"])
     yield "```"
     yield from (["", _plain(problem.note)] if problem.note else [])
+    yield ""
+    yield "</details>"
     yield ""
     yield f'<div class="vary" data-problem="{problem.id}"></div>'
     yield ""

@@ -39,11 +39,39 @@ const build = (details, problem) => {
   if (still.length) details.append(Object.assign(document.createElement("p"), { textContent: `Changes nothing: ${still.join(", ")}.` }));
 };
 
+// Whether a reader's own answer is ours; a number is in the problem's unit.
+const judged = (text, { answer, tolerance, unit }) => {
+  const given = text.trim();
+  if (typeof answer === "string") return given.toLowerCase() === answer.toLowerCase() ? "Right." : "Not so.";
+  const number = given === "" ? NaN : Number(given.replaceAll(",", ""));
+  if (Number.isNaN(number)) return `A number of ${unit}, please.`;
+  if (Math.abs(number - answer) <= tolerance * Math.max(Math.abs(number), Math.abs(answer))) return "Right.";
+  return `Not so: ${shown(Number((number / answer).toPrecision(3)))} times as much. The unit is ${unit}.`;
+};
+
+// A field for the reader's own answer.
+const check = (place, problem) => {
+  const form = document.createElement("form"), label = document.createElement("label");
+  const field = document.createElement("input"), said = document.createElement("output");
+  const words = typeof problem.answer === "string" ? "Your answer, a word" : `Your answer, ${problem.unit}`;
+  Object.assign(field, { type: "text", autocomplete: "off", inputMode: typeof problem.answer === "string" ? "text" : "decimal" });
+  label.append(`${words} `, field);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    said.textContent = judged(field.value, problem);
+  });
+  form.append(label, Object.assign(document.createElement("button"), { textContent: "Check" }), said);
+  place.append(form);
+};
+
+addEventListener("beforeprint", () => document.querySelectorAll("details.worked").forEach((d) => { d.open = true; }));
+
 // Called by the chapter's own script with its answers.
 window.recorded = (answers) => {
+  for (const place of document.querySelectorAll("div.check")) check(place, answers[place.dataset.problem]);
   for (const place of document.querySelectorAll("div.vary")) {
     const problem = answers[place.dataset.problem];
-    if (!problem) continue;
+    if (!Object.keys(problem.inputs).length) continue;
     const details = document.createElement("details");
     details.append(Object.assign(document.createElement("summary"), { textContent: "Other numbers" }));
     details.addEventListener("toggle", () => details.childElementCount === 1 && build(details, problem));

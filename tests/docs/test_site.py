@@ -67,6 +67,9 @@ def test_the_sliders_of_a_chapter_have_the_answers_of_book(site, chapter):
     assert found
     for name, problem in found.items():
         assert f'<div class="vary" data-problem="{name}">' in page
+        assert f'<div class="check" data-problem="{name}">' in page
+        own = solve(problems()[name]).value
+        assert problem["answer"] == (own if isinstance(own, str) else pytest.approx(own, rel=1e-5))
         for number, varied in problem["inputs"].items():
             assert varied["values"] == sorted(set(varied["values"]))
             assert varied["values"][varied["own"]] == problems()[name].values[number]
@@ -86,7 +89,7 @@ def test_every_number_of_a_question_has_a_slider(site):
             name for name, value in problem.values.items()
             if name in problem.variable and isinstance(value, int | float) and value
         }  # fmt: skip
-        assert numbers == set(recorded(site, problem.chapter).get(problem.id, {"inputs": ()})["inputs"])
+        assert numbers == set(recorded(site, problem.chapter)[problem.id]["inputs"])
 
 
 def test_every_public_name_is_on_the_page_of_python(site):
