@@ -31,8 +31,7 @@ from meshwise.search.serving import ServingPlan
 #: What the simplest plan may cost, a share of the fastest.
 WITHIN = 0.02
 
-#: Our own runtime and engine, which read plans as they are: nothing is exported to them. On chips that no other tool
-#: takes (JAX sees two devices in a TPU7x), it is the one that runs the first plan.
+#: Our own runtime and engine, which read plans as they are: nothing is exported to them.
 OWN = "meshwise"
 
 #: CPU seconds by which two runs of one search differ, and their share.

@@ -235,10 +235,17 @@ def test_experts_on_a_dense_model_are_refused():
         hand_over(make_plan(tiny(), "h100-sxm:8", data=4, expert=2), "megatron")
 
 
-@pytest.mark.parametrize("tool", ["jax", "maxtext"])
-def test_chips_of_two_devices_are_refused(tool):
+def test_chips_of_two_devices_share_sequences_or_are_refused():
     with pytest.raises(HandoverError, match="JAX sees 2 devices in each"):
-        hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=8), tool)
+        hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=8), "jax")
+    with pytest.raises(HandoverError, match="2 devices of a chip split its sequences; nearest: micro_batch=2"):
+        hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=8), "maxtext")
+    done = hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=4, tensor=2, micro_batch=2), "maxtext")
+    assert "ici_fsdp_parallelism: 8\n" in done.text
+    assert "ici_tensor_sequence_parallelism: 2\n" in done.text
+    assert "per_device_batch_size: 0.5\n" in done.text, "eight sequences on sixteen devices"
+    with pytest.raises(HandoverError, match="it runs on chips of google"):
+        hand_over(make_plan(tiny(), "trn2:16", fsdp=16), "maxtext")
 
 
 def test_an_uneven_split_is_refused_by_jax():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import meshwise
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
@@ -419,3 +420,12 @@ def test_every_number_of_an_interval_is_there():
 def test_what_cannot_be_split_so_is_refused(model, layout, reason):
     with pytest.raises(LayoutError, match=re.escape(reason)):
         estimate(problem(model, "h100:64"), layout)
+
+
+def test_a_layout_that_does_not_fit_is_placed_as_tools_number_their_ranks():
+    """TP=8 stays in the NVLink domain of 8, where reaching past it would be less than 0.1 % faster."""
+    plan = meshwise.estimate_train(
+        "llama-3.1-405b", on="h100:64", batch_tokens="4Mi", seq_len=8192, layout="tp=8,dp=8"
+    ).plans[0]
+    assert not plan.estimate.fits
+    assert dict(plan.layout.wires)["tensor"] == (8, 1)

@@ -14,7 +14,6 @@ from meshwise.exports.choices import (
     MTP_NOTE,
     OFFLOADS_ALL,
     ONE_COPY,
-    ONE_DEVICE_CHIPS,
     REMAT_OF_ALL,
     RING_WITH_ULYSSES,
     XLA_OVERLAP,
@@ -156,8 +155,12 @@ OVERLAP = XLA_OVERLAP
 
 #: What the overrides cannot say.
 RULES: tuple[Rule[Choices], ...] = (
-    ONE_DEVICE_CHIPS,
     JAX_CHIPS,
+    Rule(
+        lambda c: c.layout.micro_batch % c.chip.devices_per_chip > 0,
+        "micro_batch={c.layout.micro_batch}", "JAX's {c.chip.devices_per_chip} devices of a chip split its sequences",
+        "micro_batch={c.chip.devices_per_chip}",
+    ),
     Rule(
         lambda c: (not c.layout.sequence_parallel) & (c.layout.tensor > 1),
         "sequence_parallel=off", "between matmuls its tensor axes split positions or the residual width",
@@ -208,6 +211,11 @@ def maxtext(choices: Choices, refusals: Refusals) -> Exported:
     placed = "; ".join(f"{axis} on {where}" for axis, where in choices.placements)
     if placed:
         notes.append(f"JAX chooses where the axes lie inside a slice; the plan counts on {placed}")
+    if (devices := choices.chip.devices_per_chip) > 1:
+        notes.append(
+            f"JAX sees {devices} devices in a chip: they are the innermost part of the axis fsdp, and share a chip's "
+            "sequences; each gathers weights for itself, which the plan counts once a chip"
+        )
     if options := xla_note(choices):
         notes.append(options)
     groups: dict[str, Mapping[str, Any]] = {
@@ -241,6 +249,7 @@ def _mesh(choices: Choices) -> dict[str, Any]:
         outside = extents[between[0]] if between else 1
         ici[names[axis]] *= layout.sizes[axis] // outside
         dcn[names[axis]] *= outside
+    ici["fsdp"] *= choices.chip.devices_per_chip
     out = {f"ici_{name}_parallelism": size for name, size in ici.items()}
     return out | {f"dcn_{name}_parallelism": size for name, size in dcn.items()}
 
@@ -260,7 +269,7 @@ def _batch(choices: Choices) -> dict[str, Any]:
     passes = 1 if choices.schedule else layout.num_microbatches
     out: dict[str, Any] = {
         "max_target_length": choices.seq_len,
-        "per_device_batch_size": exact(layout.sequences / passes / layout.num_chips),
+        "per_device_batch_size": exact(layout.sequences / passes / (layout.num_chips * choices.chip.devices_per_chip)),
         "gradient_accumulation_steps": passes,
     }
     if choices.schedule:

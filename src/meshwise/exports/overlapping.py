@@ -53,7 +53,7 @@ def _claims(calibration: Calibration) -> frozenset[str]:
     return frozenset(claim for claim, holds in claims.items() if holds)
 
 
-def check_overlap(tool: str, overlap: Overlap, calibration: Calibration, chip: Chip) -> None:
+def check_overlap(tool: str, overlap: Overlap, asked: str, calibration: Calibration, chip: Chip) -> None:
     """Refuse constants of another software that hides what a tool cannot.
 
     Raises:
@@ -66,6 +66,6 @@ def check_overlap(tool: str, overlap: Overlap, calibration: Calibration, chip: C
     if beyond:
         known = ", ".join(f"fitted+{name}" for name in overlap.software)
         raise MeshwiseError(
-            f"--calibration {calibration.name}: {SOFTWARE[calibration.software].name} hides what {tool} cannot "
+            f"--calibration {asked}: {SOFTWARE[calibration.software].name} hides what {tool} cannot "
             f"({'; '.join(beyond)}); expected fitted, which takes {tool}'s own overlap, or one of {known}"
         )

@@ -42,7 +42,9 @@ class Target:
 
 #: By the name that `--to` takes.
 TARGETS: Mapping[str, Target] = {
-    "maxtext": Target(maxtext.TITLE, (), maxtext.RULES, maxtext.OVERLAP, maxtext.maxtext),
+    "maxtext": Target(
+        maxtext.TITLE, ("google", "nvidia", "amd", "cpu"), maxtext.RULES, maxtext.OVERLAP, maxtext.maxtext
+    ),
     "megatron": Target(megatron.TITLE, ("nvidia",), megatron.RULES, megatron.OVERLAP, megatron.megatron),
     "torchtitan": Target(
         torchtitan.TITLE, ("nvidia", "amd"), torchtitan.RULES, torchtitan.OVERLAP, torchtitan.torchtitan
@@ -155,7 +157,7 @@ def calibration_for(tools: tuple[str, ...], asked: str, chip: Chip) -> Calibrati
         return find_calibration(asked, chip)
     overlap = overlap_of(tools[0])
     found = find_calibration(overlap.calibration(chip) if asked == "fitted" else asked, chip)
-    check_overlap(tools[0], overlap, found, chip)
+    check_overlap(tools[0], overlap, asked, found, chip)
     return found
 
 

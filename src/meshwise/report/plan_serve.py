@@ -108,6 +108,7 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
             brief_subject(problem, best, idle),
             stopped,
             _ranking(planning, planning.plans[:_BRIEFLY], known=best),
+            _columns(planning),
             *serving_bars(best),
         ),
         reasons=tuple(f"{n.name}: {n.reason}" for n in planning.neighbours),
@@ -117,6 +118,7 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
             stopped,
             latency_table(best),
             _ranking(planning, planning.plans),
+            _columns(planning),
             _simulated(planning.simulated) if planning.simulated else None,
             *(term_table(best), memory_table(best)),
             listed("Not chosen", (f"{n.name}: {n.reason}" for n in planning.neighbours)),
@@ -164,6 +166,15 @@ def _ranking(
 
     rows = [{"sign": number, "plan": e} for number, e in enumerate(plans, 1)]
     return tabulate(columns, rows, note=note)
+
+
+def _columns(planning: ServingPlanResult) -> Text | None:
+    """What the numbers of a ranking are, where others were simulated."""
+    return (
+        Text("columns: engines always full, no queues; the first line has what was simulated")
+        if (planning.simulated)
+        else None
+    )
 
 
 #: A row of the front that is costly: so many times the TTFT of the row before, for no more than this share of tokens.
