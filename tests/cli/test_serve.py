@@ -237,3 +237,19 @@ def test_chunks_are_those_of_the_engine_asked_for(run):
     assert chunk("100", "--chunk", "50") == 50
     assert longest() == longest("--tool", "sglang") > longest("--chunk", "none") == longest("--tool", "tensorrt-llm")
     assert "expected whole numbers" in run(*asked, "--prompt", "64", "--output", "8", "--chunk", "0.5").err
+
+
+def test_a_longer_context_is_asked_for_and_warned_of(run, tmp_path):
+    asked = ["--on", "h100:2", "--prompt", "6000", "--output", "256", "--batch", "4", "--layout", "tensor=2"]
+    refused = run("estimate", "serve", "llama-2-13b", *asked)
+    assert refused.code == 2
+    assert "or --context 6256 to serve it beyond that all the same" in " ".join(refused.err.split())
+    saved = str(tmp_path / "plan.json")
+    told = run("estimate", "serve", "llama-2-13b", *asked, "--context", "6256", "--save", saved)
+    words = " ".join(told.out.split())
+    assert "note: requests of 6,256 tokens exceed the 4,096 that the model was made for" in words
+    assert "runs in vllm, sglang, tensorrt-llm bounds" in words, "our own engine reads no further"
+    assert "--max-model-len 6256" in run("export", saved, "--to", "vllm").out
+    assert run("simulate", "serve", saved, "--rate", "1", "--requests", "20").code == 0
+    learned = run("estimate", "serve", "gpt2-xl", *asked, "--context", "8192")
+    assert "gpt2-xl was made for 1,024 tokens" in learned.err, "learned positions end with their table"

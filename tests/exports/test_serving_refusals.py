@@ -107,7 +107,7 @@ def test_plain_plans_are_expressed(engine):
 
 def test_every_field_is_varied_or_named_here():
     assert {f.name for f in fields(ServingLayout)} == {*VARIED, *MIXTURES, "context", "context_method", "wires"}
-    assert set(ServingLoad.model_fields) == {*LOADS, "mix", "acceptance", "expert_imbalance"}
+    assert set(ServingLoad.model_fields) == {*LOADS, "mix", "context", "acceptance", "expert_imbalance"}
     assert {f.name for f in fields(ServingSetup)} == {
         "mode", "prefill", "decode", "batch", "prefill_batch", "chunk",
     }  # fmt: skip

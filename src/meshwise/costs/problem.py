@@ -93,6 +93,17 @@ class ServingProblem(_Problem):
     calibration: Calibration
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What users have to know of the model, and of requests beyond what it was made for."""
+        made_for = self.model.max_seq_len
+        if made_for is None or self.load.longest <= made_for:
+            return self.model.notes
+        return (
+            f"requests of {self.load.longest:,.0f} tokens exceed the {made_for:,} that the model was made for",
+            *self.model.notes,
+        )
+
+    @property
     def compute_rates(self) -> ComputeRates:
         """Rates of the chip for the load's formats, as the calibration says they are achieved."""
         return ComputeRates.of(self.cluster.chip, self.load.formats.formats, self.calibration)
@@ -106,23 +117,33 @@ class ServingProblem(_Problem):
         return self.lowered(step, choices).serving(step, choices)
 
 
+def longest_context(model: Model, load: ServingLoad) -> float | None:
+    """The most tokens of a request: what the model was made for, or what is asked for beyond; None without a limit."""
+    if model.max_seq_len is None or "P" in model.sizes:  # learned positions end with their table
+        return model.max_seq_len
+    return max(model.max_seq_len, load.context or 0)
+
+
 def check_context(model: Model, load: ServingLoad) -> None:
-    """Refuse requests longer than what the model was made for.
+    """Refuse requests longer than what the model was made for, unless they are asked for (`ServingLoad.context`).
 
     Raises:
         LayoutError: with the longest prompt and output that it can read.
     """
-    longest = model.max_seq_len
+    longest = longest_context(model, load)
     if longest is None or load.longest <= longest:
         return
+    fix = "or a model that reads more"
+    if "P" not in model.sizes:
+        fix = f"or --context {load.longest:.0f} to serve it beyond that all the same"
     if load.mix is not None:
         raise LayoutError(
-            f"prompt: {model.name} was made for {longest:,} tokens, found requests of up to {load.longest:,.0f} "
-            f"({load.mix.words}); cut them off at {longest:,} together, or use a model that reads more"
+            f"prompt: {model.name} was made for {longest:,.0f} tokens, found requests of up to {load.longest:,.0f} "
+            f"({load.mix.words}); cut them off at {longest:,.0f} together, {fix}"
         )
     room = max(longest - load.output, 0)
-    fix = f"use a prompt of {room:,.0f} or less" if room else f"use an output of less than {longest:,}"
+    shorter = f"use a prompt of {room:,.0f} or less" if room else f"use an output of less than {longest:,.0f}"
     raise LayoutError(
-        f"prompt: {model.name} was made for {longest:,} tokens, found {load.prompt:,.0f} of the prompt and "
-        f"{load.output:,.0f} of the output; {fix}, or a model that reads more"
+        f"prompt: {model.name} was made for {longest:,.0f} tokens, found {load.prompt:,.0f} of the prompt and "
+        f"{load.output:,.0f} of the output; {shorter}, {fix}"
     )

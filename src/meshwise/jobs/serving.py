@@ -33,6 +33,8 @@ class ServingConditions(BaseModel):
 
     cached_prefix: _Length = Field(default=0, ge=0, le=1e9, serialization_alias="cached_prefix_tokens")
     """Prompt tokens whose cache entries already exist (prefix reuse)."""
+    context: _Length | None = Field(default=None, gt=0, le=1e9, serialization_alias="context_tokens")
+    """Longest prompt and output together that the model is to read, where that is more than it was made for."""
     precision: str = Field(
         default="bf16",
         description=f"Number formats: {FORMATS}.",

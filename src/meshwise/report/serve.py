@@ -153,7 +153,7 @@ def brief_subject(problem: ServingProblem, e: ServingEstimate, idle: str | None)
     bounds = "bounds: " + ", ".join(
         f"{name} {format_time(t.lower)} to {format_time(t.upper)}" for name, t in (("TTFT", e.ttft), ("TPOT", e.tpot))
     )
-    notes = (f"note: {note}" for note in problem.model.notes[:1])
+    notes = (f"note: {note}" for note in problem.notes[:1])
     return Text("\n".join(said(subject(problem, e.setup), idle, takers, bounds, *notes)))
 
 
@@ -276,7 +276,7 @@ def assumed(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
         *(_lengths(problem, setup) or (f"{engine}; {longest}",)),
         _speculation(problem),
         _together(setup),
-        *(problem.model.notes or ()),
+        *problem.notes,
         None if setup.mode == "aggregated" else _NETWORK,
     )
 

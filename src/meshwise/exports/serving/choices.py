@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.compute import published_precision
-from meshwise.costs.problem import ServingProblem
+from meshwise.costs.problem import ServingProblem, longest_context
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.exports.choices import field_values, given_values
 from meshwise.exports.exported import Refusals, Rule
@@ -29,7 +29,8 @@ _ANSWERED = {
     "layout": "tensor cache width context expert fsdp stage replicas cache_split sequence_parallel "
     "expert_tensor_parallel context_method wires",
     "setup": "mode prefill decode batch prefill_batch chunk",
-    "load": "prompt output mix cached_prefix precision block_tokens reserve draft_tokens acceptance expert_imbalance",
+    "load": "prompt output mix cached_prefix context precision block_tokens reserve draft_tokens acceptance "
+    "expert_imbalance",
 }
 
 _KNOWN = {part: frozenset(names.split()) for part, names in _ANSWERED.items()}
@@ -211,7 +212,7 @@ class ServingChoices(_OfProblem):
     def longest(self) -> int:
         """Tokens of a request when it ends, and those that are proposed in vain, as far as the model reads."""
         tokens = int(self.load.longest) + self.load.draft_tokens
-        return min(tokens, self.model.max_seq_len or tokens)
+        return int(min(tokens, longest_context(self.model, self.load) or tokens))
 
     @property
     def new_tokens(self) -> int:

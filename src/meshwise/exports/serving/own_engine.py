@@ -5,6 +5,8 @@ Not here: executing it (`engine`), or writing it for other engines.
 
 from __future__ import annotations
 
+import math
+
 from meshwise.core.errors import MeshwiseError
 from meshwise.exports.exported import Rule
 from meshwise.exports.serving.choices import Engine, EngineRules, formats_of, whole_heads
@@ -46,6 +48,11 @@ RULES: EngineRules = (
     Rule(
         lambda c: c.chip.devices_per_chip > 1,
         "chip {c.chip.title}", "JAX sees several devices in each", "a chip with one device",
+    ),
+    Rule(
+        lambda c: c.load.longest > (c.model.max_seq_len or math.inf),
+        lambda c: f"requests of {c.load.longest:,.0f} tokens", "it reads no further than {c.model.max_seq_len:,}",
+        "shorter requests",
     ),
     Rule(
         lambda c: c.load.draft_tokens > 0,

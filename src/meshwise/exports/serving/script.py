@@ -268,6 +268,11 @@ def common_notes(
         notes.append(
             f"the plan counts on {load.acceptance:.0%} of proposed tokens accepted, and on a draft that takes no time"
         )
+    if (made_for := choices.model.max_seq_len) and load.longest > made_for:
+        notes.append(
+            f"the model was made for {made_for:,} tokens: give its configuration a scaling of positions, without which "
+            f"{title} may refuse longer requests"
+        )
     placed = (_placement_note(choices, layout, numbered, title) for layout in layouts)
     return [*notes, *(note for note in placed if note)]
 
