@@ -30,6 +30,9 @@ TRAINED = (("mixed", "full"), ("book", "full"), ("mixed", "lora"), ("mixed", "ql
 #: Length of sequences unless one is given, or the model reads fewer.
 _USUAL = 8192
 
+#: Tokens of the shortest request.
+_LEAST = 2
+
 
 class FitRequest(ModelOnCluster):
     """What `meshwise fit` is asked."""
@@ -37,7 +40,7 @@ class FitRequest(ModelOnCluster):
     sections: ClassVar = {"Fit": ("on", "context", "precision")}
 
     context: Annotated[float, Quantity("tokens", parse_count, format_count, "8Ki")] | None = Field(
-        default=None, ge=2, le=1e9, serialization_alias="context_tokens"
+        default=None, ge=_LEAST, le=1e9, serialization_alias="context_tokens"
     )
     """Tokens of a request, prompt and output together, and of a training sequence; by default 8192, or what the model
     reads."""
@@ -82,6 +85,10 @@ def fit(request: FitRequest, *, progress: Tell = silent) -> Fits:
     cluster, model = request.must_find(), load_model(request.model)
     context = request.context or min(_USUAL, model.max_seq_len or _USUAL)
     check_length(model, context)
+    if context < _LEAST:
+        raise MeshwiseError(
+            f"{model.name} reads {context:g} token, and a request has {_LEAST}: one to read, one written"
+        )
     loads = [_load(context, name) for name in request.precisions or usual_precisions(model, cluster)]
     for load in loads if request.precisions else ():
         check_precision(cluster.chip, load.formats.formats)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -267,8 +268,9 @@ class Quantity:
             return self.parse(value, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise UnitError(f"{name}: expected {self.unit} such as {self.example}, found {value!r}")
-        if not math.isfinite(value):
-            raise UnitError(f"{name}: expected a finite number of {self.unit}, found {value!r}")
+        if not abs(value) <= sys.float_info.max:  # whole numbers beyond floats, too
+            found = value if isinstance(value, float) else f"one of {len(str(value))} digits"
+            raise UnitError(f"{name}: expected a finite number of {self.unit}, found {found}")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
