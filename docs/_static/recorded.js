@@ -49,6 +49,21 @@ const judged = (text, { answer, tolerance, unit }) => {
   return `Not so: ${shown(Number((number / answer).toPrecision(3)))} times as much. The unit is ${unit}.`;
 };
 
+// Problems that this reader has solved are marked, in the list of the page, too; only this browser knows them.
+const SOLVED = "meshwise-solved";
+const solved = () => {
+  try { return JSON.parse(localStorage.getItem(SOLVED) ?? "[]"); } catch { return []; }
+};
+const mark = (place) => {
+  const section = place.closest("section");
+  const links = document.querySelectorAll(`a[href="#${CSS.escape(section.id)}"]:not(.headerlink)`);
+  [section.querySelector("h2"), ...links].forEach((named) => named?.classList.add("solved"));
+};
+const solve = (place) => {
+  mark(place);
+  try { localStorage.setItem(SOLVED, JSON.stringify([...new Set([...solved(), place.dataset.problem])])); } catch { /* not kept */ }
+};
+
 // A field for the reader's own answer.
 const check = (place, problem) => {
   const form = document.createElement("form"), label = document.createElement("label");
@@ -59,6 +74,7 @@ const check = (place, problem) => {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     said.textContent = judged(field.value, problem);
+    if (said.textContent === "Right.") solve(place);
   });
   form.append(label, Object.assign(document.createElement("button"), { textContent: "Check" }), said);
   place.append(form);
@@ -68,7 +84,10 @@ addEventListener("beforeprint", () => document.querySelectorAll("details.worked"
 
 // Called by the chapter's own script with its answers.
 window.recorded = (answers) => {
-  for (const place of document.querySelectorAll("div.check")) check(place, answers[place.dataset.problem]);
+  const before = solved(), places = [...document.querySelectorAll("div.check")];
+  places.forEach((place) => check(place, answers[place.dataset.problem]));
+  // The list of the page stands behind this script.
+  addEventListener("DOMContentLoaded", () => places.filter((place) => before.includes(place.dataset.problem)).forEach(mark));
   for (const place of document.querySelectorAll("div.vary")) {
     const problem = answers[place.dataset.problem];
     if (!Object.keys(problem.inputs).length) continue;

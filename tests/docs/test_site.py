@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 import meshwise
 from meshwise.book import CHAPTERS, problems, solve
 from meshwise.core.errors import MeshwiseError
+from tests.web.conftest import BROWSER
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,3 +122,25 @@ def test_search_finds_a_rule_without_a_server(site):
     found = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)", index, re.DOTALL)[1])
     pages = {found["docnames"][n] for n in found["terms"]["ridg"]} if "ridg" in found["terms"] else set()
     assert {"rules", "book/roofline"} <= pages
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser, chromium or google-chrome")
+def test_a_readers_own_answer_is_judged_and_what_is_solved_is_marked(site):
+    """In a browser, from the files alone."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which(BROWSER), args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto((site / "book" / "roofline.html").as_uri())
+        place = page.locator('div.check[data-problem="roofline.bcrit.bf16_v5e"]')
+        for text, said in {
+            "120": "Not so: 0.499 times as much. The unit is tokens.",
+            "many": "A number of tokens, please.",
+            "240": "Right.",
+        }.items():
+            place.locator("input").fill(text)
+            place.locator("button").click()
+            assert place.locator("output").inner_text() == said
+        page.reload()
+        assert page.locator("h2.solved").all_inner_texts() == ["bcrit.bf16_v5e"]
+        browser.close()

@@ -20,7 +20,7 @@ class Diagnosis(Answer):
 
     Args:
         profile: the measured side.
-        causes: the costliest first.
+        causes: a straggler first, then the costliest.
         beside: the profile beside its plan, None without one.
         comparison: with an earlier profile, None without one.
     """
