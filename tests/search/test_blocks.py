@@ -1,21 +1,28 @@
 """A search that works in small blocks finds what it finds in large ones."""
 
 import importlib
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from meshwise.costs.fabric import Fabric
-from meshwise.search import SearchSpace, search, training_limits
+from meshwise.costs.layout_choices import LocalSizes
+from meshwise.search import SearchSpace, candidates, search, training_limits
 from meshwise.search.candidates import Choices
+from meshwise.search.space import meshes
 from tests.search.test_search_exact import PROBLEMS
 
 SMALL = {
+    "candidates": {"_BLOCK": 64},
     "bounds": {"_ROWS": 40, "_SIZES": 8, "_KEYS": 32, "CHUNK": 16},
     "network": {"_MOST_ROWS": 30, "_FEW": 4},
-    "placement_bounds": {"_ROWS": 50, "CHUNK": 16},
-    "pricing": {"CHUNK": 16},
+    "placement_bounds": {"_ROWS": 50, "_MOST_PLACEMENTS": 20, "CHUNK": 16},
+    "pricing": {"CHUNK": 64},
     "search": {"_POOL": 64, "CHUNK": 64},
 }
+
+_OWN = [f.name for f in fields(LocalSizes) if f.name != "micro_batch"]
 
 
 @pytest.mark.parametrize("name", ["8 H100, mixture", "8 H100, little memory"])
@@ -24,11 +31,26 @@ def test_small_blocks_change_nothing(monkeypatch, name):
     problem = make()
     fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     space = SearchSpace(training_limits(problem), Choices(**varied))
-    whole = search(problem, [fabric], space, top=5)
+    little = replace(space, memory_share=1e-4)  # nothing fits
+    whole, leanest = (search(problem, [fabric], asked, top=5) for asked in (space, little))
     for module, values in SMALL.items():
         for constant, value in values.items():
             monkeypatch.setattr(importlib.import_module(f"meshwise.search.{module}"), constant, value)
-    found = search(problem, [fabric], space, top=5)
+    found, lean = (search(problem, [fabric], asked, top=5) for asked in (space, little))
     assert [f.layout for f in found.best] == [f.layout for f in whole.best]
     assert [f.score for f in found.best] == [f.score for f in whole.best]
     assert [f.memory_bytes for f in found.best] == [f.memory_bytes for f in whole.best]
+    assert found.strategies == whole.strategies
+    assert not lean.best
+    assert lean.least_memory == leanest.least_memory
+
+
+def test_blocks_hold_every_mesh_once_and_alike_ones_together(monkeypatch):
+    problem = PROBLEMS["8 H100, mixture"][0]()
+    rows = meshes(8, training_limits(problem))
+    monkeypatch.setattr(candidates, "_BLOCK", 64)
+    blocks = candidates.mesh_blocks(problem.job, rows)
+    assert len(blocks) > 2
+    assert sorted(map(tuple, np.concatenate(blocks))) == sorted(map(tuple, rows))
+    sizes = [set(zip(*map(candidates.candidate_table(problem.job, b).axis, _OWN), strict=True)) for b in blocks]
+    assert sum(map(len, sizes)) == len(set.union(*sizes))  # what one device does is in one block alone

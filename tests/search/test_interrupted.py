@@ -40,7 +40,7 @@ def interrupting(after):
 
 
 def test_nothing_found_yet_is_an_interruption(monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search_module, "_search_fabric", interrupted)

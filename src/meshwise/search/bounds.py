@@ -285,18 +285,16 @@ class Bounds:
     def members_of(self, groups: Groups) -> CandidateBatch:
         """All candidates of groups: every member of each with all choices that mean something there."""
         network, found = self.network, [CandidateBatch.none()]
-        for v, variant in enumerate(network.variants):
-            mine = groups.take(np.flatnonzero(groups.variant == v))
-            if len(mine):
-                group, offset = expanded(self.number[mine.key])
-                at = self.members[self.begins[mine.key][group] + offset]
-                axes = {a: network.table.axis(a, at) for a in ("data", "context", "ulysses", "expert")}
-                first = int(np.searchsorted(network.variant_of, v))
-                for c, stored in enumerate(variant.stored, first):
-                    kept = np.flatnonzero(variant.differs(stored, axes.__getitem__))
-                    kept = kept[network.runs(np.full(len(kept), c), mine.schedule[group[kept]], at[kept])]
-                    own = group[kept]
-                    found.append(CandidateBatch.of(at[kept], c, mine.schedule[own], mine.bound[own]))
+        group, offset = expanded(self.number[groups.key])
+        at = self.members[self.begins[groups.key][group] + offset]
+        axes = {a: network.table.axis(a, at) for a in ("data", "context", "ulysses", "expert")}
+        plainest = network.variants[0]  # all variants are stored in the same ways
+        for c, stored in enumerate(plainest.stored):
+            kept = np.flatnonzero(plainest.differs(stored, axes.__getitem__))
+            own = group[kept]
+            choices = groups.variant[own] * len(plainest.stored) + c
+            batch = CandidateBatch.of(at[kept], choices, groups.schedule[own], groups.bound[own])
+            found.append(batch.where(network.runs(choices, batch.schedule, batch.at)))
         return CandidateBatch.joined(found)
 
     def memory_floor(self, batch: CandidateBatch) -> Array:

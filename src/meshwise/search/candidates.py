@@ -26,6 +26,9 @@ Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
+#: Rows of a table about which meshes are searched in blocks.
+_BLOCK = 1 << 19
+
 
 @dataclass(frozen=True)
 class CandidateTable:
@@ -111,10 +114,9 @@ class CandidateBatch(Columns):
         return cls(index, index, index, index, number, number)
 
     @classmethod
-    def of(cls, at: Index, choices: int, schedule: Index, bound: Array) -> CandidateBatch:
+    def of(cls, at: Index, choices: Index, schedule: Index, bound: Array) -> CandidateBatch:
         """Candidates that offload nothing and whose memory is not known yet."""
-        n = len(at)
-        return cls(at, np.full(n, choices), schedule, np.zeros(n, int), bound, np.zeros(n))
+        return cls(at, choices, schedule, np.zeros(len(at), int), bound, np.zeros(len(at)))
 
     def where(self, condition: Mask) -> CandidateBatch:
         """Those for which the condition holds."""
@@ -135,10 +137,7 @@ def candidate_table(
         meshes: [meshes, axes] sizes.
         micro_batch, num_microbatches: what the user fixed, or None.
     """
-    replicas = np.prod([meshes[:, MESH_AXES.index(a)] for a in ("fsdp", "data", "expert")], axis=0)
-    counts, which = np.unique(replicas, return_inverse=True)
-    chosen = (_chosen_cuts(job, int(r), micro_batch, num_microbatches) for r in counts)
-    cuts = [np.array(c, float).reshape(-1, 2) for c in chosen]
+    cuts, which = _cuts_of(job, meshes, micro_batch, num_microbatches)
     number = np.array([len(c) for c in cuts], int)[which] if len(meshes) else np.zeros(0, int)
     mesh_id = np.repeat(np.arange(len(meshes)), number)
     cut = np.concatenate([cuts[w] for w in which]) if len(meshes) else np.zeros((0, 2))
@@ -147,6 +146,33 @@ def candidate_table(
     first, local = distinct((cut[:, 0], *columns.values()))
     sizes = LocalSizes(cut[first, 0], **{a: column[first] for a, column in columns.items()})
     return CandidateTable(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)
+
+
+def mesh_blocks(
+    job: TrainingJob, meshes: Index, *, micro_batch: int | None = None, num_microbatches: int | None = None
+) -> list[Index]:
+    """Meshes in blocks whose tables have half a million rows or so, for their columns have to be held at once.
+
+    Meshes on which one device's own work is alike stay together; arguments as of `candidate_table`.
+    """
+    cuts, which = _cuts_of(job, meshes, micro_batch, num_microbatches)
+    number = np.array([len(c) for c in cuts], int)[which] if len(meshes) else np.zeros(0, int)
+    if number.sum() <= _BLOCK:
+        return [meshes]
+    own = [meshes[:, MESH_AXES.index(f.name)] for f in fields(LocalSizes) if f.name in MESH_AXES]
+    alike = distinct(own)[1]
+    order = np.argsort(alike, kind="stable")
+    before = np.cumsum(number[order]) - number[order]
+    first = np.flatnonzero(np.diff(alike[order], prepend=-1))  # of those alike
+    begins = first[1:][np.diff(before[first] // _BLOCK) > 0]
+    return np.split(meshes[order], begins)
+
+
+def _cuts_of(job: TrainingJob, meshes: Index, b: int | None, n: int | None) -> tuple[list[Array], Index]:
+    """Cuts of the batch for each number of replicas, and which of them each mesh has."""
+    replicas = np.prod([meshes[:, MESH_AXES.index(a)] for a in ("fsdp", "data", "expert")], axis=0)
+    counts, which = np.unique(replicas, return_inverse=True)
+    return [np.array(_chosen_cuts(job, int(r), b, n), float).reshape(-1, 2) for r in counts], which
 
 
 def distinct(columns: Sequence[Array | Index]) -> tuple[Index, Index]:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import Num, joined, maximum, minimum
 from meshwise.costs.fabric import Fabric
@@ -37,6 +38,9 @@ from meshwise.sharding.placed import Purpose
 
 #: Candidates are bounded so many at a time, with all their mappings.
 _ROWS = 1 << 17
+
+#: Placements that are kept with what weights take there, of about a kilobyte each; above that, all are made anew.
+_MOST_PLACEMENTS = 1 << 18
 
 #: Axes that move activations.
 _OF_ACTIVATIONS = [MESH_AXES.index(a) for a in ("tensor", "ulysses", "context", "expert")]
@@ -76,8 +80,10 @@ class Placements:
 
     def __init__(self, fabric: Fabric, table: CandidateTable, routing: Routing | None) -> None:
         self.fabric, self.table, self.routing = fabric, table, routing
-        self.mesh = np.zeros(0, int)  # of each placement
-        self.factors = np.zeros((0, len(MESH_AXES), len(fabric.dimensions)))
+        # Of each placement: its mesh, its extents, and the number of where it lays the axes that move activations.
+        self.mesh, self.alike = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self.factors = np.zeros((0, len(MESH_AXES), len(fabric.dimensions)), np.int32)
+        self._ways: dict[bytes, int] = {}
         self.first = np.full(len(table.meshes), -1)  # placement of each mesh
         self.number = np.zeros(len(table.meshes), int)  # of its placements
 
@@ -88,17 +94,26 @@ class Placements:
             ways = [placements(self.fabric.sizes, tuple(int(n) for n in self.table.meshes[m])) for m in new]
             self.number[new] = [len(w) for w in ways]
             self.first[new] = len(self.mesh) + np.cumsum(self.number[new]) - self.number[new]
-            self.mesh = np.concatenate([self.mesh, np.repeat(new, self.number[new])])
-            self.factors = np.concatenate([self.factors, *ways])
+            self.mesh = np.concatenate([self.mesh, np.repeat(new, self.number[new]).astype(np.int32)])
+            factors = np.concatenate(ways).astype(np.int32)
+            self.factors = np.concatenate([self.factors, factors])
+            self.alike = np.concatenate([self.alike, self._numbers_of(factors[:, _OF_ACTIVATIONS])])
         return self.first[meshes], self.number[meshes]
+
+    def _numbers_of(self, extents: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Number of each of some extents; new ones get the next."""
+        rows = np.ascontiguousarray(extents.reshape(len(extents), -1))
+        found, which = np.unique(rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel(), return_inverse=True)
+        numbers = [self._ways.setdefault(way.tobytes(), len(self._ways)) for way in found]
+        return np.array(numbers, np.int32)[which]
 
     def meshes(self, mappings: Index) -> Index:
         """The mesh of each of `mappings`."""
-        return self.mesh[mappings]
+        return self.mesh[mappings].astype(int)
 
     def links(self, mappings: Index) -> Wires:
         """Links of some placements."""
-        return WireTable(self.fabric, self.factors[mappings], self.routing)
+        return WireTable(self.fabric, self.factors[mappings].astype(float), self.routing)
 
 
 class PlacementBounds:
@@ -116,6 +131,9 @@ class PlacementBounds:
 
     def raised(self, batch: CandidateBatch) -> CandidateBatch:
         """The candidates, with tighter lower bounds."""
+        if isinstance(self.mappings, Placements) and len(self.mappings.mesh) > _MOST_PLACEMENTS:
+            self.mappings = Placements(self.mappings.fabric, self.mappings.table, self.mappings.routing)
+            self._traffic = WeightColumns(self.network.choices, self._evaluate_traffic)
         out = batch.take(slice(None))
         out.bound = batch.bound.copy()
         if not len(batch):
@@ -157,9 +175,7 @@ class PlacementBounds:
         if not isinstance(self.mappings, Placements):
             rows = self.bounds.rows_of(variant, size)
             return self.bounds.activations, rows
-        extents = self.mappings.factors[:, _OF_ACTIVATIONS].astype(int)
-        ways = [distinct(list(extents[:, axis].T))[1] for axis in range(len(_OF_ACTIVATIONS))]
-        alike = distinct(ways)[1][mapping]  # placements of the axes that move activations
+        alike = self.mappings.alike[mapping].astype(int)
         first, index = distinct([variant, size, alike])  # in the order of the variants
         found, lengths = [], []
         for v in np.unique(variant):

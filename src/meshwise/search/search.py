@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.search.asked import COUNTS, SearchResult, SearchSpace
 from meshwise.search.bounds import CHUNK, Groups, ideal_chip_seconds_per_token
-from meshwise.search.candidates import Array, CandidateBatch, Mask, candidate_table
+from meshwise.search.candidates import Array, CandidateBatch, Mask, candidate_table, mesh_blocks
 from meshwise.search.network import LocalTables, SearchedNetwork, keep_freed_memory
 from meshwise.search.pricing import Priced, Pricing
 from meshwise.search.ranking import Front, Ranking, best_of_kinds, kinds_of
@@ -102,14 +102,17 @@ class NetworkSearch:
 
     Args:
         state: filled.
-        network: and what may be chosen on it.
-        leanest: whether to find the least memory of all layouts where nothing fits.
+        network: and what may be chosen on it; of a large one a block of the meshes.
+        block: which, and of how many.
+        started: when the search of the network began, on `time.monotonic`'s clock.
     """
 
-    def __init__(self, state: SearchState, network: SearchedNetwork, *, leanest: bool = True) -> None:
+    def __init__(
+        self, state: SearchState, network: SearchedNetwork, *, block: tuple[int, int] = (0, 1), started: float = 0.0
+    ) -> None:
         self.state, self.network, self.pricing = state, network, Pricing(network, state.tick)
-        self.leanest = leanest
-        self.share, self.started = 0.0, time.monotonic()
+        self.block, self.started = block, started
+        self.share, self.all_priced = block[0] / block[1], False
         self.chips = float(math.prod(network.fabric.sizes))
         self.most_seconds = state.seconds_on(self.chips)
         self.for_front = network.fabric is state.front_on
@@ -122,16 +125,22 @@ class NetworkSearch:
         self.state.strategies += (number := bounds.examined(every))
         if number <= _FEW and not self.for_front:
             self.price_all()
+            self.all_priced = True
             return
         if math.isinf(self.state.ranking.cut):
             self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
         left = self.rank(bounds.groups(every, self.matters))
-        # Candidates whose activations alone do not fit were not looked at. Under limits, memory is not what lacks.
-        if not self.state.ranking.best and math.isinf(self.most_seconds):
-            self.state.least_memory = self.pricing.least_memory(self.state.least_memory, exact=self.leanest)
         self.state.here = math.inf  # the front is not what is ranked
         if self.for_front:
             self.find_front(left)
+
+    def find_leanest(self, *, exact: bool) -> None:
+        """Find the least memory of all layouts where nothing fits; not `exact`, that there are any.
+
+        Candidates whose activations alone do not fit were not looked at. Under limits, memory is not what lacks.
+        """
+        if not (self.state.ranking.best or self.all_priced) and math.isinf(self.most_seconds):
+            self.state.least_memory = self.pricing.least_memory(self.state.least_memory, exact=exact)
 
     def price_all(self) -> None:
         """Price every layout: so few take no longer than their bounds."""
@@ -234,14 +243,16 @@ class NetworkSearch:
             # Those over the cut wait on: they may be on the front.
             end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
             pool = CandidateBatch.joined([pool, self._bounded(groups.take(slice(begin, end)))])
-            if len(pool) > _POOL:  # a lower cut spares the bounds of others
-                self._price(pool, float(beyond[end]))
-                self.expand_waiting(_GO)
-                pool = CandidateBatch.none()
+            pool = pool.where(self.matters(pool.bound)).by_bound()
+            # A lower cut spares the bounds of others: of many groups the best are priced at once, else when many wait.
+            now = len(pool) if len(pool) > _POOL else _GO if begin > CHUNK else 0
+            pool, best = pool.take(slice(now, None)), pool.take(slice(now))
+            self._price(best, min(float(beyond[end]), float(pool.bound.min(initial=math.inf))))
+            self.expand_waiting(_GO)
             self.rest = min(float(beyond[end]), float(pool.bound.min(initial=math.inf)))
             self._raise_floor(self.waiting.bound)
             begin, size = end, min(_GROWTH * size, CHUNK)
-            self.share = begin / len(groups)
+            self.share = (self.block[0] + begin / len(groups)) / self.block[1]
             self._tell()
         self._price(pool, math.inf)
         self.rest = math.inf
@@ -363,9 +374,8 @@ def search(
             if least[i] < state.ranking.cut and ideal / chips <= space.seconds_on(chips):
                 if space.front:
                     state.front_on = state.front_on or fabric
-                elif chips >= _MANY_CHIPS:
-                    _search_simple(state, problem, space, fabric)
-                _search_fabric(state, local, space, fabric)
+                simple_first = not (space.front or limited) and math.isinf(state.ranking.cut)
+                _search_fabric(state, local, space, fabric, simple_first=simple_first)
     except KeyboardInterrupt:
         if not state.ranking.best:
             raise
@@ -393,14 +403,39 @@ def _search_simple(state: SearchState, problem: TrainingProblem, space: SearchSp
         setattr(state, name, value)
 
 
-def _search_fabric(state: SearchState, local: LocalTables, space: SearchSpace, fabric: Fabric) -> None:
-    """Search one network."""
+def _search_fabric(
+    state: SearchState, local: LocalTables, space: SearchSpace, fabric: Fabric, *, simple_first: bool = False
+) -> None:
+    """Search one network, block by block."""
     if not local.variants:  # no tool takes any
         return
+    job, started = local.problem.job, time.monotonic()
     cut = {"micro_batch": space.micro_batch, "num_microbatches": space.num_microbatches}
-    table = candidate_table(local.problem.job, meshes(math.prod(fabric.sizes), space.limits), **cut)
+    chips = math.prod(fabric.sizes)
+    blocks = mesh_blocks(job, meshes(chips, space.limits), **cut)
+    if simple_first and (chips >= _MANY_CHIPS or len(blocks) > 1):
+        _search_simple(state, local.problem, space, fabric)
     capacity = local.problem.cluster.chip.hbm_usable * space.memory_share
-    if len(table):
-        NetworkSearch(state, SearchedNetwork(local, fabric, table, capacity), leanest=space.leanest).run()
-    if len(table) > _LARGE:
-        gc.collect()
+    here, elsewhere = state.here, state.elsewhere
+
+    def searches() -> Iterator[NetworkSearch]:
+        for i, block in enumerate(blocks):
+            table = candidate_table(job, block, **cut)
+            if len(table):
+                network = SearchedNetwork(local, fabric, table, capacity)
+                yield NetworkSearch(state, network, block=(i, len(blocks)), started=started)
+                del network
+            if len(table) > _LARGE:
+                del table
+                gc.collect()
+
+    for each in searches():
+        last = each.block[0] == len(blocks) - 1  # else no more is known of the other blocks
+        state.here, state.elsewhere = here, elsewhere if last else min(here, elsewhere)
+        each.run()
+        if len(blocks) == 1:
+            each.find_leanest(exact=space.leanest)
+        del each  # before the next is made
+    if len(blocks) > 1 and not state.ranking.best:
+        for each in searches():
+            each.find_leanest(exact=space.leanest)

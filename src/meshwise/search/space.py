@@ -85,7 +85,7 @@ def _extents(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1024)  # of a large network, each is a few hundred kilobytes
 def placements(room: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
     """Every way to lay mesh axes of `sizes` over physical dimensions of `room`: [ways, axes, dimensions] extents.
 
