@@ -117,7 +117,13 @@ class TrainStep:
         """
         state, batch = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_state, self.abstract_batch))
         metrics = dict.fromkeys(("loss",) if self.constants.clip is None else ("loss", "gradient_norm"), self._whole)
-        return jax.jit(self._step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
+        return jax.jit(
+            self._step,
+            in_shardings=(state, batch),
+            out_shardings=(state, metrics),
+            donate_argnums=0,
+            keep_unused=True,  # weights that only their update writes would be held beside the new ones
+        )
 
     @cached_property
     def loss(self) -> Any:
