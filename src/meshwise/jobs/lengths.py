@@ -15,6 +15,9 @@ import numpy as np
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count
 
+#: Tokens of the longest request.
+_MOST = 2**40
+
 _EXAMPLES = "1024, uniform:128-2048 or lognormal:1024:0.8:8192 (mean, standard deviation over mean, most)"
 
 
@@ -104,7 +107,7 @@ class Lognormal:
     def sample(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
         """Draw `count` lengths."""
         drawn = np.ceil(random.lognormal(*self._logarithm, count))
-        return np.clip(drawn, 1, 2**40 if self.most is None else self.most).astype(np.int64)
+        return np.clip(drawn, 1, _MOST if self.most is None else self.most).astype(np.int64)
 
     def __str__(self) -> str:
         return f"lognormal:{self.mean_before:g}:{self.variation:g}" + (f":{self.most}" if self.most is not None else "")
@@ -159,4 +162,6 @@ def _tokens(text: str, what: str) -> int:
     value = parse_count(text, what)
     if value != int(value):
         raise MeshwiseError(f"{what}: expected a whole number of tokens, found {text!r}")
+    if value > _MOST:
+        raise MeshwiseError(f"{what}: expected at most {_MOST:,} tokens, found {text!r}")
     return int(value)
