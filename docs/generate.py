@@ -5,7 +5,7 @@ compares them with what it would write. Not here: the prose.
 
 In a page, a fenced block `console` holds commands (`$ meshwise ...`) and their output. A comment before the block,
 `<!-- shown: 1, 3, Why -->`, trims it to the paragraphs with these numbers or first words; `...` stands for the others.
-`<!-- table: NAME -->` and `<!-- end -->` enclose a table of `reference_tables`.
+`<!-- table: NAME -->` and `<!-- end -->` enclose a table of `declared_tables` or `strategy_tables`.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ def _block(match: re.Match[str]) -> str:
 def generated(page: Path) -> str:
     """The page as it should be, for a terminal of 80 columns."""
     os.environ["COLUMNS"] = "80"
-    reference = script("reference")
     if page.suffix == ".pyi":
         return str(script("stub").stub())
     if page.name == "llms.txt":
         return str(script("llms").llms())
     if page.name == "reference.md":
-        return str(reference.reference_page())
-    tables = script("strategy_tables").strategy_tables() if page.parent.name == "strategies" else reference.tables()
+        return str(script("reference").reference_page())
+    of_strategies = page.parent.name == "strategies"
+    tables = script("strategy_tables").strategy_tables() if of_strategies else script("declared_tables").tables()
     text = page.read_text(encoding="utf-8")
     text = _TABLE.sub(lambda m: f"<!-- table: {m['name']} -->\n{tables[m['name']]}<!-- end -->\n", text)
     return _BLOCK.sub(_block, text)
@@ -157,7 +157,9 @@ def generated(page: Path) -> str:
 
 @functools.cache
 def script(name: str) -> Any:
-    """Load a script that stands beside this file and belongs to no package."""
+    """Load a script that stands beside this file and belongs to no package; scripts find each other by name."""
+    if str(DOCS) not in sys.path:
+        sys.path.append(str(DOCS))
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

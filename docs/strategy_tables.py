@@ -5,8 +5,10 @@ Used by generate.py. Not here: the pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+
+from declared_tables import table
 
 from meshwise.core.tensors import Block
 from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
@@ -49,12 +51,6 @@ _TABLES = {
 }
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (tuple(head), *(tuple(r) for r in rows))]
-    lines.insert(1, "|" + " --- |" * len(tuple(head)))
-    return "\n".join(lines) + "\n"
-
-
 def _layer(model: str) -> Block:
     return next(b for b in load_model(model).train_program() if b.role == "layer")
 
@@ -69,7 +65,7 @@ def _rules(strategy: Strategy) -> str:
             axes = ", else ".join(f"`{axis}`" for axis in rule.axes)
             found.setdefault((words, rule.mesh_axis), []).append(axes)
     rows = ((words, "; ".join(axes), f"`{over}`") for (words, over), axes in found.items())
-    return _table(("what is split", "its axis", "over"), rows)
+    return table(("what is split", "its axis", "over"), rows)
 
 
 def _transfers(block: Block, strategy: Strategy) -> Iterator[tuple[str, Transfer]]:
@@ -91,7 +87,7 @@ def _moves(block: Block, strategy: Strategy) -> str:
         if t.tensor.name not in names:
             names.append(t.tensor.name)
     rows = ((when, kind, axes, purpose, _some(names)) for (when, kind, axes, purpose), names in found.items())
-    return _table(("when", "collective", "over", "of", "tensors"), rows)
+    return table(("when", "collective", "over", "of", "tensors"), rows)
 
 
 def _some(names: list[str]) -> str:
@@ -118,7 +114,7 @@ def _schedules(stages: int = 8, num_microbatches: int = 32) -> str:
         "copies of weights",
         "source",
     )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _policies() -> str:
@@ -129,7 +125,7 @@ def _policies() -> str:
         saved = saved_activations(block, policy)
         again = [op.name for op in saved.recompute]
         rows.append((f"`{name}`", policy.meaning, _some([t.name for t in saved.kept]), _some(again) or "nothing"))
-    return _table(("policy", "what it does", "kept of a layer of llama-3-8b", "run again"), rows)
+    return table(("policy", "what it does", "kept of a layer of llama-3-8b", "run again"), rows)
 
 
 def strategy_tables() -> Mapping[str, str]:
