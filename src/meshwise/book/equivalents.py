@@ -48,6 +48,7 @@ _PER_GPU = _same("tokens-per-chip", tokens="batch", chips="gpus")
 _SEQUENCES_PER_GPU = _same("tokens-per-chip", tokens="seqs*seq", chips="gpus")
 _CACHES = _same("kv-cache", L="L", K="K", H="H", b="kv_bytes", B="batch", context="T")
 _TABLE_KV = "2*kv_bytes*H*K*L"
+_DECODES = {"P": "params", "B": "batch", "context": "T", "chips": "chips", "C": "C_bf16", "W_hbm": "W_hbm"}
 
 _CHECKPOINTED = _same("chips-to-hold", bytes="params*10 + 2*ckpt*batch*D*L", HBM="HBM")
 
@@ -125,17 +126,7 @@ SAME: Mapping[str, _Same] = {
     "inference.table_*.mem_*": _same(
         "serving-bytes", P="params", w="param_bytes", B="batch", context="T", kv=_TABLE_KV
     ),
-    "inference.table_*.tput_*": _same(
-        "decode-throughput",
-        P="params",
-        w="param_bytes",
-        B="batch",
-        context="T",
-        kv=_TABLE_KV,
-        chips="chips",
-        C="C_bf16",
-        W_hbm="W_hbm",
-    ),
+    "inference.table_*.tput_*": _same("decode-throughput", **_DECODES, w="param_bytes", kv=_TABLE_KV),
     "inference.q4.decode_tp": _same("decode-tensor", "B", Y="Y", F="F", W="W_ici_bidi", W_hbm="W_hbm"),
     "inference.q4.tp_limit": _same("tensor", F="F", W="W_ici_bidi", C="C_int8", axes="axes", b="1"),
     "applied_inference.kv.seq32k": _same("kv-cache", L="L", K="K", H="H", b="bytes", context="T"),
@@ -145,17 +136,7 @@ SAME: Mapping[str, _Same] = {
     "applied_inference.bcrit.*": _same("critical-batch", C="C_bf16", W_hbm="W_hbm", w="weight_bytes"),
     "applied_inference.minslice.*_size": _same("local-bytes", b="bytes", shape="params", ways="1"),
     "applied_inference.bs32.total": _same("serving-bytes", P="params", w="1", B="batch", context="T", kv="kv_token"),
-    "applied_inference.bs32.tput": _same(
-        "decode-throughput",
-        P="params",
-        w="1",
-        B="batch",
-        context="T",
-        kv="kv_token",
-        chips="chips",
-        C="C_bf16",
-        W_hbm="W_hbm",
-    ),
+    "applied_inference.bs32.tput": _same("decode-throughput", **_DECODES, w="1", kv="kv_token"),
     "applied_inference.bs32.ici_limit*": _same("tensor", F="F", C="alpha", W="1", axes="axes"),
     "applied_inference.full.step": _same("memory-time", bytes="HBM", W_hbm="W_hbm"),
     "applied_inference.pareto.max_latency": _same("memory-time", bytes="HBM", W_hbm="W_hbm"),

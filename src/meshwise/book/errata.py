@@ -117,6 +117,11 @@ class Patched:
     applied: tuple[tuple[Erratum, int], ...]
     missed: tuple[str, ...]
 
+    @property
+    def places(self) -> int:
+        """How many edits were made."""
+        return sum(number for _, number in self.applied)
+
 
 def patch(texts: Mapping[str, str]) -> Patched:
     """Correct the errata in texts of the book.

@@ -19,6 +19,7 @@ from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad, TrainingJob, parse_serving_precision
+from meshwise.jobs.training import whole_tokens
 from meshwise.models import Model, load_model
 from meshwise.models.model import check_length
 from meshwise.report.fit import fit_report
@@ -50,9 +51,7 @@ class FitRequest(ModelOnCluster):
     @field_validator("context")
     @classmethod
     def _context_is_whole(cls, context: float | None) -> float | None:
-        if context is not None and context != int(context):
-            raise MeshwiseError(f"expected a whole number of tokens, found {context:g}")
-        return context
+        return context if context is None else whole_tokens(context)
 
     @field_validator("precision")
     @classmethod

@@ -66,6 +66,9 @@ _STEPS = "fitted to whole steps"
 #: that end each turn with a permutation (`pipeline_delay_activation_forwarding` of MaxText, off by default).
 _WAITING = ("1f1b", "interleaved")
 
+#: Those of Megatron Core, which overlaps sends under interleaving alone.
+_UNLESS_INTERLEAVED = ("1f1b", "gpipe")
+
 #: By name; the first is what is assumed where nothing is said, on GPUs.
 SOFTWARE = {
     s.name: s
@@ -74,7 +77,7 @@ SOFTWARE = {
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
-            late_sends=1, late_schedules=("1f1b", "gpipe"), fused_sequences=True,
+            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True,
             rests_on=("nemo2407", "mbridge"),
         ),
         Software(
@@ -82,7 +85,7 @@ SOFTWARE = {
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
             gap=1.9e-6, beside_exchanges=True,
-            late_sends=1, late_schedules=("1f1b", "gpipe"), fused_sequences=True,
+            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True,
             rests_on=("mbridge",),
         ),
         Software(
@@ -90,7 +93,7 @@ SOFTWARE = {
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
             beside_exchanges=True,
-            late_sends=1, late_schedules=("1f1b", "gpipe"), fused_sequences=True,
+            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True,
             rests_on=("mbridge",),
         ),
         Software(

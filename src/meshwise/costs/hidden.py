@@ -42,7 +42,7 @@ def _hidden(calibration: Calibration, layout: Layout) -> Iterator[tuple[str, str
     if layout.ulysses > 1 or (layout.context > 1 and layout.context_method == "gather"):
         yield "context", ""
     if layout.expert > 1:
-        beside = calibration.beside_exchanges and _order(layout) == "interleaved"
+        beside = calibration.beside_exchanges and layout.schedule == "interleaved"
         paired = layout.stage > 1 and (beside or find_schedule(layout.schedule).overlaps)
         yield "expert", "another microbatch's compute" if paired else ""
     if layout.fsdp > 1 or (layout.fully_sharded and others > 1):
@@ -55,13 +55,7 @@ def _hidden(calibration: Calibration, layout: Layout) -> Iterator[tuple[str, str
             waits = "weights" in late or calibration.late_exchange
             yield "weights", "" if waits else "the next forward pass"
     if layout.stage > 1:
-        yield "sends", "" if calibration.sends_waited_for(_order(layout)) else "compute"
-
-
-def _order(layout: Layout) -> str:
-    """The schedule; one virtual stage of an interleaved one is plain 1F1B."""
-    plain = layout.schedule == "interleaved" and layout.virtual_stages == 1
-    return "1f1b" if plain else layout.schedule
+        yield "sends", "" if calibration.sends_waited_for(layout.schedule) else "compute"
 
 
 def overlap_words(calibration: Calibration, layout: Layout) -> str:

@@ -30,14 +30,17 @@ class Overlap:
 
     def calibration(self, chip: Chip) -> str:
         """The name of the calibration that prices what is planned for the tool on a chip."""
-        if default_calibration(chip).name == "cpu":  # its rates were measured: nothing else is known of it
-            return "fitted"
-        return fitted_calibration(chip, self.software[0]).name
+        return "fitted" if _is_measured(chip) else fitted_calibration(chip, self.software[0]).name
 
     def of(self, calibration: Calibration, chip: Chip) -> Calibration:
         """The calibration that a plan is exported as: its own if it is of the tool, else the tool's."""
-        known = calibration.software in self.software or default_calibration(chip).name == "cpu"
+        known = calibration.software in self.software or _is_measured(chip)
         return calibration if known else fitted_calibration(chip, self.software[0])
+
+
+def _is_measured(chip: Chip) -> bool:
+    """Whether a chip's rates were measured on it: nothing else is known of its software."""
+    return default_calibration(chip).name == "cpu"
 
 
 def _claims(calibration: Calibration) -> frozenset[str]:

@@ -111,6 +111,17 @@ _READERS: Mapping[str, Callable[[str], object]] = {
 }
 
 
+def whole_tokens(value: float) -> float:
+    """The same number.
+
+    Raises:
+        MeshwiseError: it is not whole.
+    """
+    if value != int(value):
+        raise MeshwiseError(f"expected a whole number of tokens, found {value:,}")
+    return value
+
+
 class TrainingJob(BaseModel):
     """A training job.
 
@@ -154,9 +165,7 @@ class TrainingJob(BaseModel):
     @field_validator("batch_tokens", "seq_len")
     @classmethod
     def _whole(cls, value: float) -> float:
-        if value != int(value):
-            raise MeshwiseError(f"expected a whole number of tokens, found {value:,}")
-        return value
+        return whole_tokens(value)
 
     @model_validator(mode="after")
     def _at_least_one_sequence(self) -> TrainingJob:

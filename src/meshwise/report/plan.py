@@ -183,7 +183,7 @@ def _subject_of(plan: Plan, inputs: Mapping[str, Any]) -> tuple[RenderableType, 
     notes = plan.problem.model.notes
     more = f" (and {counted(len(notes) - 1, 'note')} more: --details)" if len(notes) > 1 else ""
     takers = f"runs in {', '.join(runs_in(plan)) or 'no tool yet'}"
-    asked = inputs.get("tool") not in (None, (), [], ["none"], ("none",))
+    asked = set(inputs.get("tool") or ()) - {"none"}
     overlap = named_overlap(plan.problem.calibration, plan.layout) if asked else None
     lines = "; ".join(said(takers, likely_range(plan))), overlap, f"note: {notes[0]}{more}" if notes else None
     return (Text("\n".join(said(_subject(plan), *lines))),)

@@ -170,11 +170,8 @@ def _ranking(
 
 def _columns(planning: ServingPlanResult) -> Text | None:
     """What the numbers of a ranking are, where others were simulated."""
-    return (
-        Text("columns: engines always full, no queues; the first line has what was simulated")
-        if (planning.simulated)
-        else None
-    )
+    words = "columns: engines always full, no queues; the first line has what was simulated"
+    return Text(words) if planning.simulated else None
 
 
 #: A row of the front that is costly: so many times the TTFT of the row before, for no more than this share of tokens.

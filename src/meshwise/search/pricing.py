@@ -77,12 +77,12 @@ class Pricing:
         """
         for groups in self.bounds.by_memory():
             self.tick()
-            begin, size = 0, CHUNK // 32
+            begin, size = 0, max(CHUNK // 32, 1)
             while begin < len(groups) and groups.memory[begin] < least and (exact or math.isinf(least)):
                 batch = self.bounds.members_of(groups.take(slice(begin, begin + size)))
                 begin, size = begin + size, min(4 * size, CHUNK)
                 floors = self.bounds.memory_floor(batch)
-                order, at, go = np.argsort(floors, kind="stable"), 0, CHUNK // 32
+                order, at, go = np.argsort(floors, kind="stable"), 0, max(CHUNK // 32, 1)
                 while at < len(order) and floors[order[at]] < least and (exact or math.isinf(least)):
                     least = min(least, self.fitting(batch.take(order[at : at + go]))[1])
                     at, go = at + go, min(8 * go, 4 * CHUNK)
