@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, LayoutError
 from meshwise.costs.serving.engine import engine_costs
-from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.memory import frontier, largest_batch, longest_context
+from meshwise.costs.serving.estimate import estimate_serving, layout_wires
+from meshwise.costs.serving.memory import frontier, largest_batch, longest_context, sizes_of_steps
+from meshwise.costs.serving.step import price_mixed_step
 from tests.costs.serving.cases import estimate, problem, setup, step
 
 
@@ -46,6 +49,33 @@ def test_chunks_read_their_context_again_and_weights_with_what_is_generated():
     assert chunks.ttft.expected > whole.ttft.expected
     assert chunks.prefill.terms["attention"] > whole.prefill.terms["attention"]
     assert chunks.tpot.expected == pytest.approx(whole.tpot.expected, rel=0.5)
+
+
+@pytest.mark.parametrize("layout", ["tensor=4", "tensor=2,stage=2"])
+def test_many_chunks_priced_at_once_are_each_alone(layout):
+    """Chunks go through the stages one behind the other: the first takes its time, each further one its interval."""
+    given = problem("gemma-3-27b", prompt=700, precision="bf16", cached_prefix=300)
+    made = setup(given, layout, 8, chunk=64)
+    e = estimate_serving(given, made, count=False)
+    sizes = sizes_of_steps(given, made, "prefill")
+    wires = layout_wires(given, given.network, e.setup.decode)
+    along, structure = sizes_of_steps(given, made, "decode"), e.setup.decode.structure
+    first, *others = (
+        price_mixed_step(given, structure, replace(sizes, queries=float(q), keys=float(k)), along, wires)
+        for q, k in zip(sizes.queries, sizes.keys, strict=True)
+    )
+    assert [len(others), float(sizes.queries[-1]), float(sizes.keys[-1])] == [6, 400 - 6 * 64, 700]
+    assert e.prefill.seconds.expected == pytest.approx(first.expected + sum(s.interval for s in others), rel=1e-12)
+    assert e.prefill.seconds.lower == pytest.approx(first.lower + sum(s.lower for s in others), rel=1e-12)
+    assert e.prefill.terms["attention"] == pytest.approx(sum(s.terms["attention"] for s in (first, *others)))
+    assert sum(e.prefill.terms.values()) == pytest.approx(e.prefill.seconds.expected, rel=1e-12)
+
+
+def test_a_prompt_in_very_many_chunks_is_refused_with_the_least_that_is_not():
+    given = problem("llama-3-70b", prompt=1 << 20)
+    with pytest.raises(LayoutError, match=r"at most 100,000 steps of a prompt, found 3 .* use 11 or more"):
+        estimate_serving(given, setup(given, "tensor=8", 1, chunk=3))
+    assert estimate_serving(given, setup(given, "tensor=8", 1, chunk=11), count=False).ttft.expected > 0
 
 
 def test_accepted_proposals_divide_the_time_per_token():

@@ -5,6 +5,7 @@ Not here: what an engine's steps are made of (`step`), nor what happens over tim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -142,7 +143,7 @@ def _started(problem: ServingProblem, layout: ServingLayout, step: Step) -> floa
 
 def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[AttentionCosts]:
     """One entry for each span that layers read of a cache."""
-    decoding, whole = (sizes_of_steps(problem, setup, step)[-1] for step in ("decode", "prefill"))
+    decoding, whole = (sizes_of_steps(problem, setup, step, last=1) for step in ("decode", "prefill"))
     spans = sorted({*_spans(problem, setup, "decode"), *_spans(problem, setup, "prefill")}, key=lambda s: s or 0)
     for span in spans:
         # Both ends of the slope are within the window; each request reads so many tokens.
@@ -156,8 +157,10 @@ def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[Attenti
 
 
 def _pairs(queries: float, keys: float, span: int | None) -> float:
-    limit = float("inf") if span is None else float(span)
-    return sum(min(keys - queries + i + 1, limit) for i in range(int(queries)))
+    """Pairs of so many new positions, the last of `keys`, with what each sees of these."""
+    first, number = keys - queries, float(int(queries))
+    whole = number if span is None else min(max(math.floor(span - first), 0.0), number)  # positions that see all
+    return whole * (first + (whole + 1) / 2) + (number - whole) * (span or 0.0)
 
 
 def _spans(problem: ServingProblem, setup: ServingSetup, step: Step) -> set[int | None]:
@@ -213,7 +216,7 @@ def slowest_operations(
 ) -> tuple[SlowOperation, ...]:
     """Find those that take most in all copies together; of a prefill in chunks, in its last chunk."""
     layout: ServingLayout = getattr(setup, step)
-    sizes = part_of_sequences(sizes_of_steps(problem, setup, step)[-1])
+    sizes = part_of_sequences(sizes_of_steps(problem, setup, step, last=1))
     extents = step_extents(problem, step, layout.structure, sizes)
     rates = problem.compute_rates
     found = []

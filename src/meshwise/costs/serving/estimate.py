@@ -10,7 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from meshwise.core.errors import ClusterError, LayoutError
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import AxisMapping, Fabric, axis_mappings
@@ -18,10 +21,14 @@ from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import STEPS, ServingProblem, Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import engine_memory, largest_batch, sizes_of_steps
-from meshwise.costs.serving.sizes import attended_sizes
+from meshwise.costs.serving.sizes import attended_sizes, num_chunks
 from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
+from meshwise.jobs import ServingLoad
 from meshwise.sharding import CollectiveKind, Mesh
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
+
+#: Chunks of a prompt that are priced.
+_MOST_CHUNKS = 100_000
 
 
 def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> None:
@@ -48,24 +55,18 @@ def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> 
         )
 
 
-def _step_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step) -> list[StepCosts]:
+def _step_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step) -> StepCosts:
     """A decode step, or the steps of a prefill."""
     layout: ServingLayout = getattr(setup, step)
-    wires = layout_wires(problem, fabric, layout)
-    return [
-        price_step(problem, step, layout.structure, s, wires, attended_sizes(problem.load, s, step))
-        for s in sizes_of_steps(problem, setup, step)
-    ]
+    sizes, wires = sizes_of_steps(problem, setup, step), layout_wires(problem, fabric, layout)
+    return price_step(problem, step, layout.structure, sizes, wires, attended_sizes(problem.load, sizes, step))
 
 
-def _mixed_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
+def _mixed_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> StepCosts:
     """Steps in which chunks of prompts go along with what is generated."""
     wires, structure = layout_wires(problem, fabric, setup.decode), setup.decode.structure
-    (along,) = sizes_of_steps(problem, setup, "decode")
-    return [
-        price_mixed_step(problem, structure, s, along, wires, attended_sizes(problem.load, s))
-        for s in sizes_of_steps(problem, setup, "prefill")
-    ]
+    along, sizes = (sizes_of_steps(problem, setup, step) for step in ("decode", "prefill"))
+    return price_mixed_step(problem, structure, sizes, along, wires, attended_sizes(problem.load, sizes))
 
 
 def with_wires(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> ServingSetup:
@@ -85,7 +86,7 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
     best: tuple[float, ServingLayout] | None = None
     for wiring in engine_axis_mappings(layout.sizes, fabric):
         wires = wires_of(problem, fabric, wiring)
-        sizes = sizes_of_steps(problem, setup, step)[-1]
+        sizes = sizes_of_steps(problem, setup, step, last=1)
         seconds = float(price_step(problem, step, layout.structure, sizes, wires).expected)
         if best is None or seconds < best[0]:
             best = seconds, layout.replace(wires=tuple(wiring.items()))
@@ -140,18 +141,18 @@ def estimate_serving(
     fabric = fabric or problem.network
     for step in STEPS:
         check_layout(problem, getattr(setup, step), step)
-    _check_mode(setup)
+    _check_mode(problem.load, setup)
     setup = with_wires(problem, fabric, setup)
-    decode = _engine(
-        _step_costs(problem, fabric, setup, "decode"),
-        known.decode.memory if known else engine_memory(problem, setup, "decode"),
+    of_decode, of_prefill = (
+        getattr(known, step).memory if known else engine_memory(problem, setup, step) for step in ("decode", "prefill")
     )
-    mixed = setup.mode == "aggregated" and setup.chunk is not None
-    steps = _mixed_costs(problem, fabric, setup) if mixed else _step_costs(problem, fabric, setup, "prefill")
-    prefill = _engine(steps, known.prefill.memory if known else engine_memory(problem, setup, "prefill"))
+    decode = _engine(_step_costs(problem, fabric, setup, "decode"), 1, of_decode)
     load, aggregated = problem.load, setup.mode == "aggregated"
+    mixed, num_steps = aggregated and setup.chunk is not None, num_chunks(load.computed, setup.chunk)
+    steps = _mixed_costs(problem, fabric, setup) if mixed else _step_costs(problem, fabric, setup, "prefill")
+    prefill = _engine(steps, num_steps, of_prefill)
     full = _FullEngine(
-        setup, prefill, decode, len(steps), load.output - 1, load.tokens_per_step, mixed=mixed, aggregated=aggregated
+        setup, prefill, decode, num_steps, load.output - 1, load.tokens_per_step, mixed=mixed, aggregated=aggregated
     )
     handover = cache_transfer_seconds(problem, fabric, setup)
     gathering = full.gathering
@@ -250,7 +251,12 @@ class _FullEngine:
         return min(begun, ended), setup.prefill.num_chips / setup.num_chips
 
 
-def _check_mode(setup: ServingSetup) -> None:
+def _check_mode(load: ServingLoad, setup: ServingSetup) -> None:
+    if setup.chunk is not None and num_chunks(load.computed, setup.chunk) > _MOST_CHUNKS:
+        raise LayoutError(
+            f"chunk: expected at most {_MOST_CHUNKS:,} steps of a prompt, found {setup.chunk:,} of "
+            f"{load.computed:,.0f} tokens at a time; use {math.ceil(load.computed / _MOST_CHUNKS):,} or more"
+        )
     prefill, decode = setup.prefill, setup.decode
     slots = setup.batch * (decode.replicas if setup.mode == "disaggregated" else 1)
     if setup.prefill_batch > slots:
@@ -280,28 +286,29 @@ def _check_mode(setup: ServingSetup) -> None:
         )
 
 
-def _engine(steps: list[StepCosts], memory: Mapping[str, float]) -> Engine:
+def _engine(costs: StepCosts, num_steps: int, memory: Mapping[str, float]) -> Engine:
     """Put the steps of one prefill, or one decode step, together."""
 
-    def total(name: str) -> float:
-        return float(sum(getattr(s, name) for s in steps))
+    def total(value: Num) -> float:
+        return float(np.broadcast_to(value, num_steps).sum()) if num_steps > 1 else float(value)
 
-    def totals(name: str) -> dict[str, float]:
-        return {key: float(sum(getattr(s, name)[key] for s in steps)) for key in getattr(steps[0], name)}
+    def totals(values: Mapping[str, Num]) -> dict[str, float]:
+        return {name: total(value) for name, value in values.items()}
 
-    first, *others = steps
     # Chunks of a prompt follow each other through the stages of a pipeline.
-    expected = float(first.expected + sum(s.interval for s in others))
-    terms = totals("terms")
-    terms["pipeline"] += expected - total("expected")
+    alone, between = (float(np.broadcast_to(value, num_steps)[0]) for value in (costs.expected, costs.interval))
+    interval = total(costs.interval)
+    expected = alone + (interval - between)
+    terms = totals(costs.terms)
+    terms["pipeline"] += expected - total(costs.expected)
     return Engine(
-        seconds=Interval(total("lower"), expected, max(total("upper"), expected)),
-        interval=total("interval"),
+        seconds=Interval(total(costs.lower), expected, max(total(costs.upper), expected)),
+        interval=interval,
         terms=terms,
-        hidden=totals("hidden"),
-        resources=totals("resources"),
+        hidden=totals(costs.hidden),
+        resources=totals(costs.resources),
         memory=memory,
-        flops=total("flops"),
+        flops=total(costs.flops),
     )
 
 

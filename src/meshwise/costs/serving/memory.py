@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum, where
 from meshwise.costs.extents import Extents
 from meshwise.costs.lower import LoweredServingBlock
@@ -134,12 +136,12 @@ def mesh_sizes(layout: ServingLayout) -> dict[str, float]:
     return {a: float(s) for a, s in layout.sizes.items()}
 
 
-def sizes_of_steps(problem: ServingProblem, setup: ServingSetup, step: Step) -> list[StepSizes]:
-    """What a decode step computes, or each step of a prefill: the chunks of the prompts that are prefilled together."""
+def sizes_of_steps(problem: ServingProblem, setup: ServingSetup, step: Step, *, last: int | None = None) -> StepSizes:
+    """What a decode step computes, or a prefill of the prompts that are prefilled together, as of `prompt_sizes`."""
     load, mesh = problem.load, mesh_sizes(getattr(setup, step))
     if step == "decode":
-        return [decode_sizes(load, float(setup.batch), mesh)]
-    return prompt_sizes(load, float(setup.prefill_batch), mesh, load.computed, setup.chunk)
+        return decode_sizes(load, float(setup.batch), mesh)
+    return prompt_sizes(load, float(setup.prefill_batch), mesh, load.computed, setup.chunk, last)
 
 
 def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> dict[str, float]:
@@ -154,10 +156,10 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
         longest = load.prefilled(prompts) - load.cached_prefix
         # queries or keys are most in the last whole chunk, or in what is left after it
         long = prompt_sizes(load, prompts, mesh_sizes(setup.prefill), longest, setup.chunk, last=2)
-        parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in long]
+        parts.append(step_memory(problem, "prefill", setup.prefill.structure, long))
     if step == "decode" or both:
         decoding = sizes_of_steps(problem, setup, "decode")
-        parts += [step_memory(problem, "decode", setup.decode.structure, s) for s in decoding]
+        parts.append(step_memory(problem, "decode", setup.decode.structure, decoding))
     requests, tokens = float(setup.batch), load.kept(float(setup.batch)) + load.draft_tokens
     if step == "prefill" and not both:
         requests, tokens = prompts, load.prefilled(prompts)
@@ -168,8 +170,8 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
     classes = {
         "weights": float(weight_bytes(problem, step, layout.structure, mesh)),
         "kv_cache": float(cache),
-        "activations": max(float(a) for a, _ in parts),
-        "workspace": max(float(w) for _, w in parts),
+        "activations": max(float(np.max(a)) for a, _ in parts),
+        "workspace": max(float(np.max(w)) for _, w in parts),
         "reserve": reserved_bytes(problem),
     }
     return {**classes, "total": sum(classes.values())}

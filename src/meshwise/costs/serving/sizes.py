@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from meshwise.core.tensors import Program, Tensor
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum
 from meshwise.costs.extents import Extents, WeightedSum
@@ -49,13 +51,24 @@ def prompt_sizes(  # noqa: PLR0917 -- the prompts, then their steps
     computed: Num,
     chunk: int | None = None,
     last: int | None = None,
-) -> list[StepSizes]:
-    """What each step of a prefill of prompts computes that have so many tokens to be computed, or the last of them."""
+) -> StepSizes:
+    """What a prefill of prompts computes that have so many tokens to be computed.
+
+    In chunks: of every chunk, or of the last of them; arrays, where these are several.
+    """
     if chunk is None:
-        return [StepSizes(prompts, computed, load.cached_prefix + computed, mesh)]
-    starts = range(0, math.ceil(computed), chunk)[-(last or 0) :]
-    spans = ((start, min(start + float(chunk), computed)) for start in starts)
-    return [StepSizes(prompts, end - start, load.cached_prefix + end, mesh) for start, end in spans]
+        return StepSizes(prompts, computed, load.cached_prefix + computed, mesh)
+    number = num_chunks(float(computed), chunk)
+    starts = np.arange(max(number - (last or number), 0), number) * float(chunk)
+    ends = np.minimum(starts + chunk, computed)
+    queries, keys = ends - starts, load.cached_prefix + ends
+    several = len(starts) > 1
+    return StepSizes(prompts, queries if several else float(queries[0]), keys if several else float(keys[0]), mesh)
+
+
+def num_chunks(computed: float, chunk: int | None) -> int:
+    """Steps in which so many tokens of a prompt are computed."""
+    return 1 if chunk is None else max(math.ceil(computed / chunk), 1)
 
 
 def attended_sizes(load: ServingLoad, sizes: StepSizes, step: Step = "prefill") -> StepSizes | None:

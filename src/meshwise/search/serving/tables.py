@@ -310,10 +310,10 @@ def _step_sizes(load: ServingLoad, step: Step, batch: np.ndarray, mesh: dict[str
     if step == "decode":
         sizes = decode_sizes(load, batch, mesh)
         return sizes, None, sizes
-    (mean,) = prompt_sizes(load, batch, mesh, load.computed)
+    mean = prompt_sizes(load, batch, mesh, load.computed)
     if load.mix is None:
         return mean, None, mean
-    (long,) = prompt_sizes(load, batch, mesh, load.prefilled(batch) - load.cached_prefix)
+    long = prompt_sizes(load, batch, mesh, load.prefilled(batch) - load.cached_prefix)
     return mean, attended_sizes(load, mean), long
 
 
