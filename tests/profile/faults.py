@@ -1,10 +1,10 @@
 """Faults put into traces as they were read, whatever tool wrote them: a gap, a slow collective, a slow device."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 
-from meshwise.profile.intervals import Intervals
 from meshwise.profile.partition import busy_times
 from meshwise.profile.ranks import Lane, _collectives
 from meshwise.profile.steps import Steps, find_steps
@@ -72,16 +72,30 @@ def stopped(traces, cuts, longer=None):
     return moved_markers(changed(traces, change), cuts)
 
 
-def with_gap(traces, seconds):
-    """In each step of each trace nothing runs for a while, from the middle of it: the host is late, too."""
+def all_steps(trace, place):
+    """Steps of a device, those that are not steady, too."""
+    with patch("meshwise.profile.steps._steady", lambda _device, steps, _factor: steps):
+        return find_steps(trace, place)
+
+
+def with_gap(traces, seconds, into=0.5, once=False):
+    """In each step of each trace, or once, nothing runs for a while after a share of it: the host is late, too."""
     found = []
     for trace in traces:
-        (_, _, lane), *_ = lanes_of([trace])
-        busy = Intervals.union(busy_times(device, trace.ops).any for device in trace.devices)
+        place = max(range(len(trace.devices)), key=lambda n: len(find_steps(trace, n)))
+        steps = all_steps(trace, place)
+        start, end = (
+            np.sort(np.concatenate([getattr(s, name) for d in trace.devices for s in d.streams]))
+            for name in ("start", "end")
+        )
+        # Where nothing is open: as many have ended as have begun.
+        free = np.searchsorted(end, start, side="right") == np.searchsorted(start, start, side="left")
         cuts = []
-        for begin, end in zip(lane.steps.start, lane.steps.end, strict=True):
-            inside = (busy.start > begin) & (busy.start < end)
-            cuts.append(int(np.sort(busy.start[inside])[inside.sum() // 2]) if inside.any() else int(begin))
+        for bounds in zip(steps.start, steps.end, strict=True):
+            first, last = np.searchsorted(start, bounds)
+            places = np.flatnonzero(free[first + 1 : last]) + first + 1
+            cuts.append(int(start[places[np.argmin(abs(places - first - into * (last - first)))]]))
+        cuts = cuts[-2:-1] if once else cuts  # the last may lack its end
         found.append(_host_stopped(trace, np.array(cuts), round(seconds * 1e12)))
         cut = np.array(cuts), np.full(len(cuts), round(seconds * 1e12))
         (found[-1],) = stopped([found[-1]], {(0, place): cut for place in range(-1, len(trace.devices))})
@@ -103,12 +117,13 @@ def _host_stopped(trace, cuts, length):
     return replace(trace, devices=devices, host=host)
 
 
-def with_longer_collective(traces, seconds):
-    """The longest collective of each step takes longer on every device, and all that follows is later."""
+def with_longer_collective(traces, seconds, only=None):
+    """The longest collective of each step, or of one, takes longer on every device, and all that follows is later."""
     cuts, longer = {}, {}
     for owner, place, lane in lanes_of(traces):
         found = []
-        for begin, end in zip(lane.steps.start, lane.steps.end, strict=True):
+        steps = list(zip(lane.steps.start, lane.steps.end, strict=True))
+        for begin, end in steps if only is None else [steps[only]]:
             runs = [
                 (int(d), int(e) - 1, int(o))
                 for s in lane.device.streams

@@ -6,6 +6,7 @@ named first whatever else there is.
 
 from functools import cache
 
+import numpy as np
 import pytest
 
 from meshwise.commands.profile import ProfileRequest
@@ -14,6 +15,7 @@ from meshwise.profile.beside import Planned, beside_plan, beside_serving
 from meshwise.profile.causes import find_causes
 from meshwise.profile.compare import compare
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.places import unusual_steps
 from meshwise.profile.trace import Activity, Collective, Device, Marker, OpKind, StreamBuilder, Trace
 from tests.profile.faults import with_attention_not_fused, with_gap, with_longer_collective, with_slow_device
 from tests.profile.traces import DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, traces_of
@@ -55,12 +57,49 @@ def changed_most(before, after):
     return found.name, found.difference
 
 
-@pytest.mark.parametrize("paths", [PAX, DLRM, [RESNET], [QWEN], [SGLANG], [GPU_ONLY]], ids=lambda p: p[0][-12:])
-def test_a_gap_of_5_ms(paths):
-    for before, after in both(paths, lambda traces: with_gap(traces, 5 * MS)):
+@pytest.mark.parametrize("into", [0.25, 0.5, 0.8])
+@pytest.mark.parametrize("paths", [PAX, DLRM, [RESNET], [QWEN], [SGLANG], [GPU_ONLY], [TE]], ids=lambda p: p[0][-12:])
+def test_a_gap_of_5_ms(paths, into):
+    """It is a cause of its own, the first unless the program loses more by another."""
+    for before, after in both(paths, lambda traces: with_gap(traces, 5 * MS, into)):
+        gaps = [c for c in after.causes if c.name == "host-gap" and c.share == 1]
+        own = next(c for c in gaps if c.seconds == pytest.approx(5 * MS, rel=WITHIN))
+        assert after.causes.index(own) <= sum(c.seconds > 4.5 * MS for c in before.causes)
         assert changed_most(before, after) == ("host-gap", pytest.approx(5 * MS, rel=WITHIN))
-        if before.causes[0].seconds < 5 * MS:
-            assert after.causes[0].name == "host-gap"
+
+
+@pytest.mark.parametrize("into", [0.1, 0.25, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("paths", [PAX, PAX[:1], [RESNET], [TE]], ids=lambda p: p[0][-12:])
+def test_a_gap_of_5_ms_in_one_step_is_first(paths, into):
+    """Whatever every step loses: the gap is no part of what a step has to do. Its milliseconds are of that step."""
+    for before, after in both(paths, lambda traces: with_gap(traces, 5 * MS, into, once=True)):
+        assert before.causes[0].share == 1
+        first, steps = after.causes[0], len(after.profile.devices[0].lane.steps)
+        assert (first.name, first.share) == ("host-gap", pytest.approx(1 / steps))
+        assert first.seconds == pytest.approx(5 * MS, rel=WITHIN)
+        assert f"in 1 of {steps} steps" in first.evidence
+        assert before.profile.step_s + first.average == pytest.approx(after.profile.step_s, rel=0.01)
+
+
+def test_steps_that_differ_at_will_do_not_stand_out():
+    random = np.random.default_rng(7)
+    for number in (3, 4, 5, 8, 12):
+        stand_out = [unusual_steps(random.uniform(0.004, 0.016, number), 0.1).any() for _ in range(400)]
+        assert np.mean(stand_out) < 0.15
+        late = np.full(number, 0.01) + random.uniform(-2e-4, 2e-4, number)
+        late[1] += 0.005
+        assert np.flatnonzero(unusual_steps(late, 0.1)).tolist() == [1]
+
+
+def test_one_slow_all_reduce_in_one_step_is_first():
+    """The largest of each step takes 10 ms longer in one of them: waiting for a rank that was not traced, say."""
+    before = profile_of(RESNET)
+    for only in (0, 1, 2):
+        profile = profile_traces(with_longer_collective(traces_of(RESNET), 10 * MS, only))
+        first = find_causes(profile)[0]
+        assert (first.name, first.share) == ("exposed-collective", pytest.approx(1 / 3))
+        assert first.seconds == pytest.approx(10 * MS, rel=WITHIN)
+        assert profile.step_s - before.step_s == pytest.approx(10 * MS / 3, rel=0.01)
 
 
 @pytest.mark.parametrize("paths", [PAX, [RESNET]], ids=lambda p: p[0][-12:])

@@ -62,7 +62,7 @@ def compare(
 def _by_cause(causes: tuple[Cause, ...]) -> Mapping[str, float]:
     found: dict[str, float] = defaultdict(float)
     for cause in causes:
-        found[cause.name] += cause.seconds
+        found[cause.name] += cause.average
     return found
 
 

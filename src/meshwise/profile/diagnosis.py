@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from meshwise.core.explanation import Answer
 from meshwise.profile.beside import Beside
-from meshwise.profile.causes import Cause
+from meshwise.profile.causes import NAMED, Cause
 from meshwise.profile.compare import Comparison
 from meshwise.profile.profile import Profile
 
-#: Causes that the first line names cost at least this share of the step; no more than so many are named.
-_NAMED_SHARE, _MOST_NAMED = 0.02, 3
+#: The first line names no more causes than this.
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,7 +20,7 @@ class Diagnosis(Answer):
 
     Args:
         profile: the measured side.
-        causes: a straggler first, then the costliest.
+        causes: a straggler first, then what few steps have, then the costliest.
         beside: the profile beside its plan, None without one.
         comparison: with an earlier profile, None without one.
     """
@@ -33,10 +33,10 @@ class Diagnosis(Answer):
     @property
     def named(self) -> tuple[Cause, ...]:
         """The causes that the first line names."""
-        large = [c for c in self.causes if c.seconds >= _NAMED_SHARE * self.profile.step_s]
+        large = [c for c in self.causes if c.seconds >= NAMED * self.profile.step_s]
         return tuple((large or list(self.causes[:1]))[:_MOST_NAMED])
 
     @property
     def reachable_s(self) -> float:
         """Seconds of a step without the named causes, which are taken not to overlap."""
-        return max(self.profile.step_s - sum(c.seconds for c in self.named), 0.0)
+        return max(self.profile.step_s - sum(c.average for c in self.named), 0.0)

@@ -276,7 +276,7 @@ def _explanations(diagnosis: Diagnosis) -> Iterator[Explanation]:
     yield Explanation("step", parts, numbers, format_time(profile.step_s), f"{source}: {steps}")
     named = diagnosis.named
     if named:
-        numbers = " - ".join(format_time(seconds) for seconds in (profile.step_s, *(c.seconds for c in named)))
+        numbers = " - ".join(format_time(seconds) for seconds in (profile.step_s, *(c.average for c in named)))
         formula = " - ".join(("step", *(c.name for c in named)))
         source = "the causes' own evidence; they are taken not to overlap"
         yield Explanation("step without them", formula, numbers, format_time(diagnosis.reachable_s), source)
@@ -303,7 +303,8 @@ def profile_data(diagnosis: Diagnosis) -> dict[str, Any]:
         "against": compared_data(diagnosis.comparison),
         "reachable_s": diagnosis.reachable_s,
         "causes": [
-            {"name": c.name, "seconds": c.seconds, "evidence": c.evidence, "change": c.change} for c in diagnosis.causes
+            {"name": c.name, "seconds": c.seconds, "share": c.share, "evidence": c.evidence, "change": c.change}
+            for c in diagnosis.causes
         ],
         "operations": [_operation_data(t, profile) for t in profile.ops],
         "communication": [_group_data(g) for g in communication(profile)],

@@ -1,11 +1,16 @@
 """One cause of a slow step: a name, what it costs, the evidence, and what to change.
 
-Not here: the rules (`compute`, `network`, `host`).
+Not here: the rules (`compute`, `network`, `gaps`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+#: Causes below this share of the step are left out.
+LEAST = 0.003
+#: Those from this share on are named in the first line, and what few steps have goes first.
+NAMED = 0.02
 
 #: Name of a cause -> what it means.
 NAMES = {
@@ -36,10 +41,11 @@ class Cause:
 
     Args:
         name: a key of `NAMES`.
-        seconds: what it costs in an average step on an average device.
+        seconds: what it costs in a step on an average device: in an average step, or in the few that have it.
         evidence: what the trace shows, with numbers.
         change: what to do about it.
         what: the cause in a few words, for the first line.
+        share: of the steps that have it, where these are few; else 1.
     """
 
     name: str
@@ -47,6 +53,12 @@ class Cause:
     evidence: str
     change: str
     what: str
+    share: float = 1.0
+
+    @property
+    def average(self) -> float:
+        """Seconds of an average step."""
+        return self.seconds * self.share
 
     def __post_init__(self) -> None:
         assert self.name in NAMES, self.name

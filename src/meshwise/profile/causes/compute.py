@@ -1,6 +1,6 @@
 """Causes in what a device computes: attention, chains of elementwise operations, products, layouts, recomputation.
 
-Not here: communication (`network`), gaps (`host`).
+Not here: communication (`network`), gaps (`gaps`).
 """
 
 from __future__ import annotations

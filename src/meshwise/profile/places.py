@@ -1,0 +1,219 @@
+"""Places of a step that take long: a gap, a run of a collective, step by step on all devices; steps that stand out.
+
+Not here: whether a place is a cause of slowness (`causes`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwise.profile.profile import DeviceTimes, Profile
+from meshwise.profile.trace import SECOND, Activity, OpKind
+
+#: What is shorter (seconds) is no place of its own.
+LONG = 0.5e-3
+#: Steps stand out by this share of a step, and by this factor of how much the usual ones differ: many of them; two tell
+#: less, and the factor is three times that.
+_UNUSUAL_SHARE, _UNUSUAL_FACTOR, _MOST_UNUSUAL = 0.01, 4.0, 3
+#: A gap's places in two steps are one if they lie within this share of a step's operations (or two of them) of each
+#: other, and lengths differ by less than this factor; so many of the longest are compared.
+_NEAR, _ALIKE, _MOST_COMPARED = 0.02, 1.5, 200
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One place of a step.
+
+    Args:
+        name: the operation, or the one before a gap.
+        between: whether a gap reaches the end of its step.
+        seconds: [devices, steps], 0 where nothing is long there.
+        longest: (device, start, end) in picoseconds of the longest.
+    """
+
+    name: str
+    between: bool
+    seconds: Seconds
+    longest: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Unusual:
+    """A place that takes longer in few steps: seconds more there, and which steps (of all) these are."""
+
+    place: Place
+    seconds: float
+    at: npt.NDArray[np.bool_]
+
+    @property
+    def share(self) -> float:
+        """Of the steps."""
+        return float(self.at.mean())
+
+    @property
+    def steps(self) -> str:
+        """How many steps, in words."""
+        return f"{int(self.at.sum())} of {len(self.at)} steps"
+
+
+def standing_out(places: Sequence[Place], step_s: float) -> tuple[list[Unusual], list[Seconds]]:
+    """The places at which steps stand out most, and seconds [devices, steps] of each place as if these did not."""
+    found = []
+    for number, place in enumerate(places):
+        at = unusual_steps(place.seconds.max(axis=0), step_s)
+        if at.any():
+            middle = np.median(place.seconds[:, ~at], axis=1, keepdims=True)
+            usual = np.where(at, np.minimum(place.seconds, middle), place.seconds)
+            more = float((place.seconds - usual).max(axis=0)[at].mean())
+            found.append((Unusual(place, more, at), number, usual))
+    chosen = sorted(found, key=lambda item: (-item[0].seconds, item[1]))[:_MOST_UNUSUAL]
+    seconds = [place.seconds for place in places]
+    for _, number, usual in chosen:
+        seconds[number] = usual
+    return [unusual for unusual, _, _ in chosen], seconds
+
+
+def unusual_steps(seconds: Seconds, step_s: float) -> npt.NDArray[np.bool_]:
+    """Which of some steps take longer than more than half of them, out of proportion to how much those differ.
+
+    >>> unusual_steps(np.array([2.0, 2.1, 7.0, 2.0]), 100.0).tolist()
+    [False, False, True, False]
+    >>> unusual_steps(np.array([2.0, 4.0, 7.0]), 100.0).tolist()
+    [False, False, False]
+    """
+    usual = np.sort(seconds)[: len(seconds) // 2 + 1]
+    if len(seconds) < 3:
+        return np.zeros(len(seconds), dtype=bool)
+    factor = _UNUSUAL_FACTOR * (1 + 2 / (len(usual) - 1))
+    least = max(LONG, _UNUSUAL_SHARE * step_s, factor * float(usual[-1] - usual[0]))
+    found: npt.NDArray[np.bool_] = seconds - np.median(usual) >= least
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """A long gap: what it follows, the n-th run of that; operations of the step before it, and in all."""
+
+    device: int
+    step: int
+    start: int
+    end: int
+    after: str
+    run: int
+    before: int
+    operations: int
+    between: bool
+
+
+def gap_places(profile: Profile) -> tuple[Place, ...]:
+    """Long gaps of all devices by place, the longest in all first."""
+    shape = len(profile.devices), len(profile.devices[0].lane.steps)
+    gaps = [gap for place, device in enumerate(profile.devices) for gap in _long_gaps(place, device)]
+    named: dict[tuple[str, int, bool], list[_Gap]] = defaultdict(list)
+    for gap in gaps:
+        named[gap.after, gap.run, gap.between].append(gap)
+    full = [found for found in named.values() if len(found) >= shape[0] * shape[1]]
+    rest = [found for found in named.values() if len(found) < shape[0] * shape[1]]
+    places = [_place(found, shape) for found in (*full, *_joined(rest))]
+    return tuple(sorted(places, key=lambda p: (-p.seconds.sum(), p.name, p.longest)))
+
+
+def _place(gaps: Sequence[_Gap], shape: tuple[int, int]) -> Place:
+    seconds = np.zeros(shape)
+    for gap in gaps:
+        seconds[gap.device, gap.step] += (gap.end - gap.start) / SECOND
+    first = max(gaps, key=lambda g: (g.end - g.start, -g.device, -g.step))
+    return Place(first.after, first.between, seconds, (first.device, first.start, first.end))
+
+
+def _joined(found: Sequence[list[_Gap]]) -> Iterator[list[_Gap]]:
+    """Gaps after different operations are one place if they lie near each other in different steps."""
+
+    def length(gaps: Sequence[_Gap]) -> float:
+        return sum(g.end - g.start for g in gaps) / len(gaps)
+
+    rest = sorted(found, key=lambda gaps: (-length(gaps), gaps[0].after, gaps[0].run))
+    yield from rest[_MOST_COMPARED:]
+    rest = rest[:_MOST_COMPARED]
+    while rest:
+        own = rest.pop(0)
+        steps = {(g.device, g.step) for g in own}
+        kept = []
+        for other in rest:
+            places = {(g.device, g.step) for g in other}
+            apart = abs(own[0].before - other[0].before)
+            near = apart <= max(2, _NEAR * own[0].operations) and length(own) < _ALIKE * length(other)
+            if near and own[0].between == other[0].between and not places & steps:
+                own, steps = own + other, steps | places
+            else:
+                kept.append(other)
+        rest = kept
+        yield own
+
+
+def _long_gaps(place: int, device: DeviceTimes) -> list[_Gap]:
+    """Long gaps of one device, each with what ran before it."""
+    lane, busy = device.lane, device.busy.any
+    ends = np.concatenate([s.end for s in lane.device.streams])
+    op = np.concatenate([s.op for s in lane.device.streams])
+    order = np.lexsort((op, ends))
+    ends, op = ends[order], op[order]
+    runs: dict[str, npt.NDArray[np.intp]] = {}
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for number, kind in enumerate(lane.ops):
+        numbers[kind.name].append(number)
+    found = []
+    for step, (begin, finish) in enumerate(zip(lane.steps.start.tolist(), lane.steps.end.tolist(), strict=True)):
+        low, high = np.searchsorted(ends, (begin, finish), side="right").tolist()
+        gaps = busy.gaps(begin, finish)
+        for start, end in zip(gaps.start.tolist(), gaps.end.tolist(), strict=True):
+            if end - start < LONG * SECOND:
+                continue
+            last = int(np.searchsorted(ends, start, side="right")) - 1
+            after = lane.ops[int(op[last])].name if last >= 0 else ""
+            if after not in runs:
+                runs[after] = np.flatnonzero(np.isin(op, numbers[after]))
+            run = int(np.searchsorted(runs[after], last) - np.searchsorted(runs[after], low))
+            found.append(_Gap(place, step, start, end, after, run, last - low, high - low, end == finish))
+    return found
+
+
+def collective_places(profile: Profile) -> Mapping[OpKind, tuple[Place, ...]]:
+    """Of each collective its runs in a step, with the time of each that nothing hides, waiting for others left out."""
+    shape = len(profile.devices), len(profile.devices[0].lane.steps)
+    runs: dict[tuple[OpKind, int], Seconds] = {}
+    first: dict[tuple[OpKind, int], tuple[int, int, int]] = {}
+    for place, device in enumerate(profile.devices):
+        for step, op, number, start, end, exposed in _collective_runs(device):
+            key = device.lane.ops[op], number
+            row = runs.setdefault(key, np.zeros(shape))
+            first.setdefault(key, (place, start, end))
+            row[place, step] += exposed
+    found: dict[OpKind, list[Place]] = defaultdict(list)
+    for (kind, number), row in runs.items():
+        found[kind].append(Place(kind.name, False, row, first[kind, number]))
+    return {kind: tuple(places) for kind, places in found.items()}
+
+
+def _collective_runs(device: DeviceTimes) -> Iterator[tuple[int, int, int, int, int, float]]:
+    """(step, operation, which run in the step, start, end, seconds that are not hidden) of each run."""
+    lane, free = device.lane, device.busy.wire.minus(device.busy.compute)
+    sends = np.array([op.activity == Activity.COLLECTIVE for op in lane.ops], dtype=bool)
+    rows = []
+    for stream in lane.device.streams:
+        step = np.searchsorted(lane.steps.start, stream.start, side="right") - 1
+        inside = sends[stream.op] & (step >= 0) & (stream.start < lane.steps.end[np.maximum(step, 0)])
+        exposed = free.within(stream.start[inside], stream.end[inside])
+        columns = (stream.start[inside], stream.end[inside], step[inside], stream.op[inside], exposed)
+        rows += list(zip(*(c.tolist() for c in columns), strict=True))
+    seen: dict[tuple[int, int], int] = defaultdict(int)
+    for start, end, step, op, exposed in sorted(rows):
+        yield step, op, seen[step, op], start, end, exposed / SECOND
+        seen[step, op] += 1
