@@ -22,6 +22,7 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.http.metrics import Metrics
 from meshwise.engine.http.server import bind, make_server
 from meshwise.engine.http.service import Service, Settings
+from meshwise.engine.replicas import Replicas
 from meshwise.engine.requests import Token
 from meshwise.engine.vocabulary import Vocabulary
 from meshwise.report.load import load_rows
@@ -60,7 +61,7 @@ class Running:
             Scheduling(max_batch=8, prefix_cache=True), 200, self.executor, block_tokens=4, watcher=self.metrics
         )
         settings = Settings("counting", longest, queue, 4096, timeout, key)
-        self.service = Service(self.engine, vocabulary, settings, self.metrics)
+        self.service = Service(Replicas([self.engine]), vocabulary, settings, self.metrics)
         self.socket = bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.server = make_server(self.service, "127.0.0.1", drain=5, most=1000)

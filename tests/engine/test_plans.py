@@ -30,7 +30,10 @@ def test_a_plan_for_our_own_engine_is_one_that_it_takes(tmp_path):
     assert (asked.model.name, asked.layout.tensor) == ("llama-3-70b", plan.setup.decode.tensor)
     assert asked.cluster.name == plan.problem.cluster.name
     assert asked.planned["max_batch"] == plan.setup.batch
-    assert bool(said) == (plan.setup.decode.replicas > 1)
+    assert (asked.replicas, said) == (plan.setup.decode.replicas, [])
+    fewer = _asked(ServeRequest(model=str(file), replicas=1), said.append)
+    assert fewer.replicas == 2
+    assert said == ["the plan has 2 engines; this process runs 1, with their share"]
 
 
 @pytest.mark.parametrize(

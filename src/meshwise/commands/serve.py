@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,9 +43,11 @@ from meshwise.sharding.layout import Layout
 from meshwise.sharding.serving import ServingLayout
 
 if TYPE_CHECKING:
-    from meshwise.engine.engine import Engine, StepRecord
+    from meshwise.engine.engine import StepRecord
+    from meshwise.engine.http.metrics import Metrics
     from meshwise.engine.launch import Launched, Limits
     from meshwise.engine.measured import Measurements
+    from meshwise.engine.replicas import Replicas
     from meshwise.engine.vocabulary import Vocabulary
 
 _Bytes = Annotated[float, Quantity("bytes", parse_bytes, format_bytes, "8GiB")]
@@ -56,9 +58,9 @@ class ServeRequest(Request):
 
     positional = ("model",)
     sections: ClassVar = {
-        "Model": ("weights", "tokenizer", "dtype", "tensor"),
+        "Model": ("weights", "tokenizer", "dtype", "tensor", "replicas"),
         "Endpoint": ("host", "port", "api_key", "name"),
-        "Engine": ("max_batch", "max_len", "max_step_tokens", "policy", "prefix_cache", "cache_memory"),
+        "Engine": ("max_batch", "max_len", "max_step_tokens", "policy", "prefix_cache", "routing", "cache_memory"),
     }
 
     model: Annotated[ModelName, Flag(name="MODEL|PLAN")]
@@ -72,6 +74,8 @@ class ServeRequest(Request):
     """Format of weights, activations and cache; by default fp32 on a CPU, else bf16."""
     tensor: int = Field(default=1, ge=1, le=512)
     """Devices that split heads and widths; a plan says it."""
+    replicas: int | None = Field(default=None, ge=1, le=512)
+    """Engines, each on devices of its own, that share the requests; by default one, or as many as a plan has."""
     cpu_devices: int | None = Field(default=None, ge=1, le=512)
     """Use this many fake devices of the CPU, whatever other devices there are."""
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
@@ -94,8 +98,11 @@ class ServeRequest(Request):
     """What the scheduler puts into a step first; by default prefill-first, or as the plan says."""
     prefix_cache: bool = True
     """Keep beginnings of prompts in the cache for later requests."""
+    routing: Literal["round-robin", "least-loaded", "affinity"] = "least-loaded"
+    """Which replica a request goes to: each in turn, the one with the fewest requests, or the one that has most of its
+    prompt in the cache."""
     cache_memory: _Bytes | None = Field(default=None, gt=0)
-    """Memory of the cache on all devices; by default for a whole batch of the longest requests, as far as they fit."""
+    """Memory of the caches on all devices; by default for whole batches of the longest requests, as far as they fit."""
     max_queue: int = Field(default=256, ge=1, le=10**6)
     """Most outputs that may be asked for at once; beyond, requests are answered 429."""
     max_body: _Bytes = Field(default=4.0 * 2**20, gt=0, le=2**30)
@@ -111,7 +118,8 @@ class ServeRequest(Request):
     cluster: File | None = None
     """Predict steps for this machine: the TOML file that 'bench machine --save-cluster' wrote here."""
     log: Annotated[Path | None, Flag("FILE")] = None
-    """Write every decision of the scheduler to this file, a line of JSON each."""
+    """Write every decision of the scheduler to this file, a line of JSON each; of several replicas, each to a file with
+    its number at the end."""
     compile_cache: Annotated[Path | None, Flag("DIR")] = None
     """Folder of compiled programs, from which the next start is quick; by default in the user's cache."""
 
@@ -127,6 +135,7 @@ class _Asked:
     Args:
         model, layout: see there.
         planned: limits that a plan sets.
+        replicas: that a plan has.
         costs: of steps, as they were given.
         cluster, calibration: for which steps are predicted otherwise; None where nothing predicts.
     """
@@ -134,6 +143,7 @@ class _Asked:
     model: Model
     layout: Layout
     planned: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int = 1
     costs: EngineCosts | None = None
     cluster: Cluster | None = None
     calibration: Calibration | None = None
@@ -170,17 +180,17 @@ def _asked(request: ServeRequest, say: Tell) -> _Asked:
     calibration = None if cluster is None else find_serving_calibration("operations", cluster.chip)
     if kind_of_plan(request.model) is None:
         layout = Layout(tensor=request.tensor)
-        return _Asked(load_model(request.model), layout, {}, costs, cluster, calibration)
+        return _Asked(load_model(request.model), layout, {}, 1, costs, cluster, calibration)
     plan = read_plan(request.model, ServingPlan)
     check_served_by("meshwise", plan)
     system = simulator_setup(plan.problem, plan.setup)
-    if system.replicas > 1:
-        say(f"the plan has {system.replicas:,} engines; this process is one of them, with its share of the load")
+    if request.replicas is not None and request.replicas != system.replicas:
+        say(f"the plan has {system.replicas:,} engines; this process runs {request.replicas:,}, with their share")
     own = system.scheduling
     limits = {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
     problem, layout = plan.problem, Layout(tensor=plan.setup.decode.tensor)
     cluster, calibration = cluster or problem.cluster, calibration or problem.calibration
-    return _Asked(problem.model, layout, limits, costs, cluster, calibration)
+    return _Asked(problem.model, layout, limits, system.replicas, costs, cluster, calibration)
 
 
 @verb(ServeRequest)
@@ -207,28 +217,24 @@ def show_serve(screen: Screen, request: ServeRequest) -> None:
 
 def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> ServeResult:
     """Launch, serve until told to end, and sum up."""
-    from meshwise.engine.engine import Engine  # noqa: PLC0415 -- as all below, an optional extra
-    from meshwise.engine.http.metrics import Metrics  # noqa: PLC0415
+    from meshwise.engine.http.metrics import Metrics  # noqa: PLC0415 -- as all below, an optional extra
     from meshwise.engine.http.server import LOOPBACK, bind, make_server, serve  # noqa: PLC0415
     from meshwise.engine.http.service import Service, Settings  # noqa: PLC0415
-    from meshwise.engine.launch import BLOCK_TOKENS  # noqa: PLC0415
-    from meshwise.engine.measured import Measurements  # noqa: PLC0415
 
     model = asked.model
     vocabulary = _vocabulary(request, model)
     with ExitStack() as stack:
         taken = stack.enter_context(bind(request.host, request.port))
-        log = None if request.log is None else _write_log(stack, request.log)
+        logs = _open_logs(stack, request.log, request.replicas or asked.replicas)
         made = _launched(request, asked, progress=progress, say=say)
         costs = asked.predicted(made)
         predict = None if costs is None else partial(_predicted_seconds, costs, made)
         metrics = Metrics(predict)
-        kept = Measurements((metrics,))
-        engine = Engine(made.scheduling, made.blocks, made.executor, block_tokens=BLOCK_TOKENS, log=log, watcher=kept)
+        engines, kept = _replicas(request, made, metrics, logs)
         name = request.name or model.name
         bounds = (made.longest, request.max_queue, int(request.max_body), request.timeout)
         settings = Settings(name, *bounds, request.key(), model.vocab_size)
-        service = Service(engine, vocabulary, settings, metrics)
+        service = Service(engines, vocabulary, settings, metrics)
         server = make_server(service, request.host, drain=request.drain, most=4 * request.max_queue)
         port = taken.getsockname()[1]
         timer = None if request.duration is None else threading.Timer(request.duration, _end)
@@ -245,7 +251,24 @@ def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> 
         seconds = time.monotonic() - begun
         if timer is not None:
             timer.cancel()
-    return _summed_up(model, made, engine, kept, costs, predict, seconds)
+    return _summed_up(model, made, engines, kept, costs, predict, seconds)
+
+
+def _replicas(
+    request: ServeRequest, made: Launched, metrics: Metrics, logs: Sequence[Any]
+) -> tuple[Replicas, list[Measurements]]:
+    """The engines, and what each is measured to do."""
+    from meshwise.engine.engine import Engine  # noqa: PLC0415 -- as all below, an optional extra
+    from meshwise.engine.launch import BLOCK_TOKENS  # noqa: PLC0415
+    from meshwise.engine.measured import Measurements  # noqa: PLC0415
+    from meshwise.engine.replicas import Replicas  # noqa: PLC0415
+
+    kept = [Measurements((metrics,)) for _ in made.executors]
+    engines = [
+        Engine(made.scheduling, made.blocks, executor, block_tokens=BLOCK_TOKENS, log=log, watcher=watcher)
+        for executor, log, watcher in zip(made.executors, logs, kept, strict=True)
+    ]
+    return Replicas(engines, request.routing), kept
 
 
 def _predicted_seconds(costs: EngineCosts, made: Launched, step: StepRecord) -> float:
@@ -280,6 +303,7 @@ def _launched(request: ServeRequest, asked: _Asked, *, progress: Tell, say: Tell
         cpu_devices=request.cpu_devices,
         progress=progress,
         say=say,
+        replicas=request.replicas or asked.replicas,
     )
 
 
@@ -306,6 +330,18 @@ def _limits(request: ServeRequest, planned: Mapping[str, Any]) -> Limits:
     )
 
 
+def _open_logs(stack: ExitStack, file: Path | None, replicas: int) -> list[Any]:
+    """A log of each replica in a new file; None for each where none is asked for.
+
+    Raises:
+        MeshwiseError: it cannot be written.
+    """
+    if file is None:
+        return [None] * replicas
+    files = [file] if replicas == 1 else [file.with_name(f"{file.name}.{number}") for number in range(replicas)]
+    return [_write_log(stack, own) for own in files]
+
+
 def _write_log(stack: ExitStack, file: Path) -> Any:
     """A log in a new file.
 
@@ -328,32 +364,36 @@ def _write_log(stack: ExitStack, file: Path) -> Any:
 def _summed_up(  # noqa: PLR0917 -- what was launched, and what it did
     model: Model,
     made: Launched,
-    engine: Engine,
-    kept: Measurements,
+    engines: Replicas,
+    kept: Sequence[Measurements],
     costs: EngineCosts | None,
     predict: Any,
     seconds: float,
 ) -> ServeResult:
     from meshwise.engine.measured import simulate_same, step_rows  # noqa: PLC0415 -- an optional extra
 
-    done = [r for r in kept.requests if r.reason in ("stop", "length")]
-    simulated = None
+    requests = [request for own in kept for request in own.requests]
+    steps = [step for own in kept for step in own.steps]
+    done = [r for r in requests if r.reason in ("stop", "length")]
+    simulated: tuple[list[float], list[float]] | None = None
     if costs is not None and done:
         own = costs.replace(kv_blocks=made.blocks)
-        simulated = simulate_same(own, made.scheduling, kept.requests)
+        each = [simulate_same(own, made.scheduling, of_one.requests) for of_one in kept]
+        simulated = [t for ttft, _ in each for t in ttft], [t for _, tpot in each for t in tpot]
     return ServeResult(
         model=model.name,
         hardware=made.hardware,
         software=made.software,
+        replicas=len(kept),
         seconds=seconds,
-        busy=sum(step.seconds for step in kept.steps),
-        requests=len(kept.requests),
+        busy=sum(step.seconds for step in steps),
+        requests=len(requests),
         finished=len(done),
         prompt_tokens=sum(r.prompt for r in done),
         output_tokens=sum(r.output for r in done),
-        hit_tokens=engine.scheduler.hit_tokens,
-        preemptions=engine.scheduler.preemptions,
-        steps=tuple(step_rows(kept.steps, predict)),
+        hit_tokens=engines.hit_tokens,
+        preemptions=engines.preemptions,
+        steps=tuple(step_rows(steps, predict)),
         ttft=tuple(r.ttft for r in done if r.ttft is not None),
         tpot=tuple(r.tpot for r in done if r.tpot is not None),
         simulated_ttft=None if simulated is None else tuple(simulated[0]),

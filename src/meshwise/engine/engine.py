@@ -115,7 +115,7 @@ Entry = tuple[Any, ...]
 
 
 class Engine:
-    """Serves requests.
+    """Serves requests; one thread at a time may submit them.
 
     Args:
         scheduling: policy and limits.
@@ -150,14 +150,14 @@ class Engine:
         self._inbox: deque[tuple[str, EngineRequest]] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self._count = 0
-        self.outstanding = 0
+        self._count = self._submitted = self._done = 0
 
     # From any thread
 
     def submit(self, request: EngineRequest) -> None:
         """Send a request; its sink hears of it."""
         request.times["arrived"] = self.clock()
+        self._submitted += 1
         self._inbox.append(("add", request))
         self._wake.set()
 
@@ -170,6 +170,11 @@ class Engine:
         """Let `serve` return after the running step."""
         self._stopping = True
         self._wake.set()
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that were sent and are not done; one thread counts those, another these."""
+        return self._submitted - self._done
 
     @property
     def most_tokens(self) -> int:
@@ -234,7 +239,6 @@ class Engine:
             if what == "add":
                 request.index = self._count
                 self._count += 1
-                self.outstanding += 1
                 self._record("add", request.index, request.prompt, request.prefix)
                 self.scheduler.add(request)
             elif request.reason is None:
@@ -258,7 +262,7 @@ class Engine:
 
     def _over(self, request: EngineRequest) -> None:
         request.times["done"] = self.clock()
-        self.outstanding -= 1
+        self._done += 1
         if self._watcher is not None:
             self._watcher.over(request)
         _tell(request)

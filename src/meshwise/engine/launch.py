@@ -1,4 +1,4 @@
-"""An engine made of a model, its weights and its limits: devices, memory, programs. It loads JAX.
+"""Engines made of a model, its weights and their limits: devices, memory, programs. It loads JAX.
 
 Not here: what is asked for (`commands`), the endpoint (`http`).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,29 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """An engine's parts.
+    """Engines' parts.
 
     Args:
-        executor: compiled, with weights and an empty cache.
-        scheduling: of the engine.
-        blocks: of its cache.
+        executors: of each replica: compiled, with weights and an empty cache.
+        scheduling: of each engine.
+        blocks: of each cache.
         longest: tokens of a request.
         hardware, software: of the devices, in words.
         dtype: of weights, activations and cache.
     """
 
-    executor: JaxExecutor
+    executors: tuple[JaxExecutor, ...]
     scheduling: Scheduling
     blocks: int
     longest: int
     hardware: str
     software: str
     dtype: DType
+
+    @property
+    def executor(self) -> JaxExecutor:
+        """Of the first replica; the others are alike."""
+        return self.executors[0]
 
 
 def compile_cache(folder: Path | None) -> None:
@@ -94,12 +100,13 @@ def launch(
     cpu_devices: int | None,
     progress: Callable[[str], None],
     say: Callable[[str], None],
+    replicas: int = 1,
 ) -> Launched:
-    """Bring up an engine's parts.
+    """Bring up engines' parts.
 
     Args:
         model: to be served.
-        layout: of the engine, over tensor alone.
+        layout: of an engine, over tensor alone.
         limits: see there.
         weights: published files; None: drawn by `seed`.
         seed: see `weights`.
@@ -107,13 +114,15 @@ def launch(
         cpu_devices: fake devices of the CPU.
         progress: told a line now and then.
         say: told what is to be known of the devices.
+        replicas: engines, each on devices of its own.
 
     Raises:
         MeshwiseError: a model, a layout or weights that cannot be served; other devices than needed.
         InfeasibleError: memory does not suffice.
     """
-    devices = _devices(layout, cpu_devices, say)
-    on_cpu = devices[0].platform == "cpu"
+    groups = _devices(layout, replicas, cpu_devices, say)
+    first = groups[0][0]
+    on_cpu = first.platform == "cpu"
     chosen = dtype or (DType.FP32 if on_cpu else DType.BF16)
     published = None if weights is None else find_weights(weights, model)
     scheduling = Scheduling(
@@ -123,32 +132,44 @@ def launch(
         prefix_cache=limits.prefix_cache,
     )
     longest = _longest(model, limits.max_len)
+    executors = []
     with in_words():
-        probe = paged_model(model, layout, devices, pages=1, page_tokens=BLOCK_TOKENS, dtype=chosen)
-        blocks = _blocks(probe, scheduling, longest, limits.cache_bytes, devices)
-        made = paged_model(model, layout, devices, pages=blocks, page_tokens=BLOCK_TOKENS, dtype=chosen)
-        if on_cpu and len(devices) == 1:
-            made = LayeredModel.of(made)
-        progress("reading weights")
-        values = made.initial_weights(seed) if published is None else made.load(published)
-        executor = JaxExecutor(made, values, scheduling, longest, progress, constrained=is_installed())
-    hardware = f"{len(devices):,} x {devices[0].device_kind}"
-    return Launched(executor, scheduling, blocks, longest, hardware, software_of(devices[0]), chosen)
+        probe = paged_model(model, layout, groups[0], pages=1, page_tokens=BLOCK_TOKENS, dtype=chosen)
+        cache = None if limits.cache_bytes is None else limits.cache_bytes / replicas
+        blocks = _blocks(probe, scheduling, longest, cache, groups[0])
+        for number, devices in enumerate(groups, 1):
+            made = paged_model(model, layout, devices, pages=blocks, page_tokens=BLOCK_TOKENS, dtype=chosen)
+            if on_cpu and len(devices) == 1:
+                made = LayeredModel.of(made)
+            own = "" if replicas == 1 else f"replica {number} of {replicas}: "
+            progress(f"{own}reading weights")
+            values = made.initial_weights(seed) if published is None else made.load(published)
+            told = partial(_tell, progress, own)
+            executors.append(JaxExecutor(made, values, scheduling, longest, told, constrained=is_installed()))
+    hardware = f"{replicas * len(groups[0]):,} x {first.device_kind}"
+    return Launched(tuple(executors), scheduling, blocks, longest, hardware, software_of(first), chosen)
 
 
-def _devices(layout: Layout, cpu_devices: int | None, say: Callable[[str], None]) -> list[Any]:
-    """As many devices as the layout has chips.
+def _tell(progress: Callable[[str], None], own: str, words: str) -> None:
+    progress(own + words)
+
+
+def _devices(layout: Layout, replicas: int, cpu_devices: int | None, say: Callable[[str], None]) -> list[list[Any]]:
+    """Of each replica, as many devices as the layout has chips.
 
     Raises:
         ClusterError: there are fewer.
     """
-    found, needed = find_devices(cpu_devices, say), layout.num_chips
+    found, each = find_devices(cpu_devices, say), layout.num_chips
+    needed = replicas * each
     if len(found) < needed:
+        what = f"layout {layout}" if replicas == 1 else f"{replicas:,} replicas of layout {layout}"
+        fewer = f"--replicas {len(found) // each:,} runs on these, " if len(found) >= each else ""
         raise ClusterError(
-            f"the engine runs on {needed:,} devices (layout {layout}), found {len(found):,} x {found[0].device_kind}; "
-            f"--cpu-devices {needed} makes as many fake ones of the CPU"
+            f"the engine runs on {needed:,} devices ({what}), found {len(found):,} x {found[0].device_kind}; "
+            f"{fewer}--cpu-devices {needed} makes as many fake ones of the CPU"
         )
-    return found[:needed]
+    return [found[start : start + each] for start in range(0, needed, each)]
 
 
 def _longest(model: Model, asked: int | None) -> int:

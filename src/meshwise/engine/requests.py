@@ -124,6 +124,7 @@ class EngineRequest(Request):
     Attributes:
         tokens: of the prompt, and of the output as it comes.
         reason: why it is over; None: it is not.
+        replica: number of the engine that it was sent to.
         times: when it came, was first worked on, gave its first token, and was done; seconds of the engine's clock.
     """
 
@@ -132,6 +133,7 @@ class EngineRequest(Request):
         "constraint",
         "max_tokens",
         "reason",
+        "replica",
         "salt",
         "sampling",
         "sink",
@@ -162,6 +164,7 @@ class EngineRequest(Request):
         self.max_tokens, self.sink, self.stops = max_tokens, sink, stops
         self.sampling, self.constraint = sampling or Sampling(), constraint
         self.reason: str | None = None
+        self.replica = 0
         self.times: dict[str, float] = {}
 
     @property

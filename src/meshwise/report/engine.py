@@ -36,7 +36,8 @@ class ServeResult(Answer):
 
     Args:
         model: that was served; hardware, software: on what.
-        seconds, busy: from the first moment to the last, and of these in steps.
+        replicas: engines that shared the requests.
+        seconds, busy: from the first moment to the last, and of these in steps, of all engines together.
         requests, finished: that are over, and of these those with all their tokens.
         prompt_tokens, output_tokens: of the finished ones.
         hit_tokens: of prompts that the prefix cache had; preemptions: requests that gave way.
@@ -49,6 +50,7 @@ class ServeResult(Answer):
     model: str
     hardware: str
     software: str
+    replicas: int
     seconds: float
     busy: float
     requests: int
@@ -70,6 +72,8 @@ def serve_report(result: ServeResult, inputs: Mapping[str, Any]) -> Report:
     answer = f"{result.model} on {result.hardware}: no request was finished in {format_time(result.seconds)}"
     if result.ttft:
         rate = f"{result.output_tokens / result.busy:,.3g} tokens/s in its steps"
+        if result.replicas > 1:
+            rate = f"{result.replicas:,} replicas, each {rate}"
         answer = (
             f"{result.model} on {result.hardware}: {result.finished:,} of {result.requests:,} requests finished, "
             f"{rate}, median TTFT {format_time(statistics.median(result.ttft))}"
@@ -82,6 +86,7 @@ def serve_report(result: ServeResult, inputs: Mapping[str, Any]) -> Report:
             "model": result.model,
             "hardware": result.hardware,
             "software": result.software,
+            "replicas": result.replicas,
             "seconds": result.seconds,
             "busy_s": result.busy,
             "requests": result.requests,

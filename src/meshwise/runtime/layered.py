@@ -36,6 +36,10 @@ class LayeredModel(PagedModel):
         assert model.stack.placement.mesh.size == 1, "for one device"
         return cls(**{f.name: getattr(model, f.name) for f in fields(model)})
 
+    @property
+    def _device(self) -> jax.Device:
+        return self.stack.placement.mesh.devices.flat[0]
+
     @cached_property
     def _order(self) -> list[tuple[Run, int]]:
         """Of each layer its run, and its number among those of the run."""
@@ -60,7 +64,7 @@ class LayeredModel(PagedModel):
                 held = held.reshape(-1, *held.shape[len(stack) :])
                 for place, (run, number) in enumerate(self._order):
                     if run.key == key:
-                        layers[place][name] = jnp.array(held[number])
+                        layers[place][name] = jnp.array(held[number], device=self._device)
         return {"ends": weights, "layers": layers}
 
     def empty_pool(self) -> Any:
@@ -87,10 +91,10 @@ class LayeredModel(PagedModel):
             one = jax.jit(self._one(block), donate_argnums=(0, 2))
             layers[block] = one.lower(x, own, self._abstract_pages(run), arrays).compile()
         head = jax.jit(self._head).lower(ends, x, arrays).compile()
-        order = [layers[run.block] for run, _ in self._order]
+        order, device = [layers[run.block] for run, _ in self._order], self._device
 
         def step(weights: Any, pool: PerLayer, arrays: StepArrays) -> tuple[jax.Array, PerLayer]:
-            arrays = jax.device_put(arrays)
+            arrays = jax.device_put(arrays, device)
             x = embed(weights["ends"], arrays)
             for place, layer in enumerate(order):
                 x, pool[place] = layer(x, weights["layers"][place], pool[place], arrays)

@@ -142,7 +142,7 @@ class Endpoint:
     # About the endpoint
 
     async def _health(self, _request: Request) -> Response:
-        failed = self.service.engine.failure is not None
+        failed = self.service.engines.failure is not None
         return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
     async def _ready(self, _request: Request) -> Response:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from meshwise.engine.engine import Engine, StepRecord
+from meshwise.engine.engine import StepRecord
+from meshwise.engine.replicas import Replicas
 from meshwise.engine.requests import EngineRequest
 
 #: Bounds of the histograms of seconds, and of predicted over measured ones.
@@ -15,7 +16,7 @@ _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 class Metrics:
-    """Watches an engine.
+    """Watches engines.
 
     Args:
         predict: seconds that a step was predicted to take; None where nothing predicts.
@@ -40,17 +41,19 @@ class Metrics:
     def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         return Histogram(f"meshwise_{name}", text, labels, registry=self.registry, buckets=buckets)
 
-    def watch(self, engine: Engine) -> None:
-        """Read what the engine has now, whenever it is asked for."""
+    def watch(self, replicas: Replicas) -> None:
+        """Read what the engines have now, whenever it is asked for."""
+        engines = replicas.engines
+        blocks = sum(engine.cache.blocks for engine in engines)
         gauges = {
-            "meshwise_requests_running": ("Requests that decode.", lambda: engine.running.count),
-            "meshwise_requests_waiting": ("Requests that wait.", lambda: len(engine.scheduler.waiting)),
-            "meshwise_cache_share": ("Share of the cache in use.", lambda: engine.cache.in_use / engine.cache.blocks),
-            "meshwise_prefix_hit_tokens": ("Tokens found in the cache.", lambda: engine.scheduler.hit_tokens),
-            "meshwise_preemptions": ("Requests that gave way.", lambda: engine.scheduler.preemptions),
+            "requests_running": ("Requests that decode.", lambda: sum(e.running.count for e in engines)),
+            "requests_waiting": ("Requests that wait.", lambda: sum(len(e.scheduler.waiting) for e in engines)),
+            "cache_share": ("Share of the cache in use.", lambda: sum(e.cache.in_use for e in engines) / blocks),
+            "prefix_hit_tokens": ("Tokens found in the cache.", lambda: replicas.hit_tokens),
+            "preemptions": ("Requests that gave way.", lambda: replicas.preemptions),
         }
         for name, (text, value) in gauges.items():
-            Gauge(name, text, registry=self.registry).set_function(value)
+            Gauge(f"meshwise_{name}", text, registry=self.registry).set_function(value)
 
     def refused(self, status: int) -> None:
         """Count an error that a client was told."""

@@ -94,5 +94,5 @@ def serve(service: Service, taken: socket.socket, server: Server, ready: Callabl
     """
     ready()
     server.run(sockets=[taken])
-    if service.engine.failure is not None:
-        raise service.engine.failure
+    if service.engines.failure is not None:
+        raise service.engines.failure

@@ -1,18 +1,17 @@
-"""Requests of the endpoint given to the engine, and their pieces brought back. Not here: HTTP (`app`)."""
+"""Requests of the endpoint given to the engines, and their pieces brought back. Not here: HTTP (`app`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from meshwise.engine.constraints import Constraint, Constraints
-from meshwise.engine.engine import Engine
 from meshwise.engine.http.metrics import Metrics
 from meshwise.engine.http.protocol import Generation, HttpError
+from meshwise.engine.replicas import Replicas
 from meshwise.engine.requests import EngineRequest
 from meshwise.engine.text import Piece, TextSink
 from meshwise.engine.vocabulary import Vocabulary
@@ -45,40 +44,34 @@ class Settings:
 
 
 class Service:
-    """Gives requests to an engine.
+    """Gives requests to engines.
 
     Args:
-        engine: that serves; it runs in a thread of its own.
+        engines: that serve.
         vocabulary: of its model.
         settings: see there.
         metrics: see there.
     """
 
-    def __init__(self, engine: Engine, vocabulary: Vocabulary, settings: Settings, metrics: Metrics) -> None:
-        self.engine, self.vocabulary, self.settings, self.metrics = engine, vocabulary, settings, metrics
+    def __init__(self, engines: Replicas, vocabulary: Vocabulary, settings: Settings, metrics: Metrics) -> None:
+        self.engines, self.vocabulary, self.settings, self.metrics = engines, vocabulary, settings, metrics
         self.constraints = Constraints(vocabulary, settings.vocabulary or 0)
         self.draining = False
         self.active = 0
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        metrics.watch(engine)
+        metrics.watch(engines)
 
     def start(self) -> None:
         """Begin to serve."""
-        self._thread.start()
+        self.engines.start()
 
     def stop(self) -> None:
         """End after the running step."""
-        self.engine.stop()
-        self._thread.join(timeout=30)
-
-    def _serve(self) -> None:
-        with contextlib.suppress(Exception):  # kept as `engine.failure`, which /health tells
-            self.engine.serve()
+        self.engines.stop()
 
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self._thread.is_alive() and not self.draining
+        return self.engines.serving and not self.draining
 
     def check(self, tokens: Sequence[int], count: int | None) -> int:
         """The tokens of an output after a prompt, at most.
@@ -86,7 +79,7 @@ class Service:
         Raises:
             HttpError: they do not fit, or the prompt has none, or tokens that the model does not know.
         """
-        longest = min(self.settings.longest, self.engine.most_tokens)
+        longest = min(self.settings.longest, self.engines.most_tokens)
         if not tokens:
             raise HttpError(400, "prompt: expected at least one token, found none", "prompt")
         known = self.vocabulary.tokenizer.get_vocab_size()
@@ -116,7 +109,7 @@ class Service:
         """
         limits = [self.check(tokens, count) for tokens in prompts]
         outputs = len(prompts) * asked.choices
-        if self.engine.failure is not None or not self.ready:
+        if self.engines.failure is not None or not self.ready:
             raise HttpError(503, "the engine is ending" if self.draining else "the engine has failed", retry_after=5)
         if self.active + outputs > self.settings.max_queue:
             most = self.settings.max_queue
@@ -136,13 +129,13 @@ class Service:
         self.active += outputs
         try:
             for request in requests:
-                self.engine.submit(request)
+                self.engines.submit(request)
             yield self._pieces(queue, outputs)
         finally:
             self.active -= outputs
             for request in requests:
                 if request.reason is None:
-                    self.engine.cancel(request)
+                    self.engines.cancel(request)
 
     async def _constraints(self, asked: Generation, outputs: int) -> Sequence[Constraint | None]:
         """What each output must keep to.
@@ -175,7 +168,7 @@ class Service:
             sink,
             sampling=asked.sampling(seed),
             stops=frozenset() if asked.ignore_eos else self.vocabulary.stops,
-            block_tokens=self.engine.cache.pages.block_tokens,
+            block_tokens=self.engines.block_tokens,
             constraint=constraint,
             salt=b"" if asked.cache_salt is None else f"{len(asked.cache_salt)}:{asked.cache_salt}".encode(),
         )

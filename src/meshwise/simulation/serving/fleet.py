@@ -8,68 +8,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import format_time
-from meshwise.jobs.traffic import Demand, Load
+from meshwise.jobs.traffic import Load
+from meshwise.scheduling.routing import Router
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.replica import Replica
 from meshwise.simulation.serving.requests import Request
 from meshwise.simulation.serving.system import PrefillPool, ServingSystem
 
-#: Requests that a replica may have more than the least loaded one, and still get those whose prefix it has.
-_AFFINITY_SLACK = 16
-
 #: Decisions of an autoscaler in one simulation: six weeks of one in ten seconds.
 _MOST_DECISIONS = 360_000
-
-
-class Router:
-    """Chooses replicas for the requests of one fleet.
-
-    Args:
-        routing: a name of `ROUTINGS`.
-    """
-
-    def __init__(self, routing: str) -> None:
-        self._routing = routing
-        self._last = 0
-        self._sent: dict[str, Replica] = {}  # beginning of prompts -> the replica that was last sent one
-
-    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:
-        """Choose for a request that arrives at `time`; `demand` is None where its prefix does not matter."""
-        if self._routing == "round-robin":
-            self._last = (self._last + 1) % len(replicas)
-            return replicas[self._last]
-        best = replicas[0]
-        for replica in replicas:
-            if replica.clock <= time:
-                replica.run_until(time)
-            if replica.outstanding < best.outstanding:
-                best = replica
-            if not best.outstanding:  # the first without requests; the others run on when their turn comes
-                break
-        if self._routing == "least-loaded" or demand is None or not demand.prefix:
-            return best
-        return self._by_prefix(replicas, best, demand)
-
-    def _by_prefix(self, replicas: Sequence[Replica], least: Replica, demand: Demand) -> Replica:
-        """The replica that has most of a prompt's prefix in its cache, or was last sent one like it.
-
-        Unless it has many more requests than the least loaded one, which is then chosen.
-        """
-        best, most, load = least, 0, least.outstanding + _AFFINITY_SLACK
-        beginning = demand.prefix[0][0]
-        known = self._sent.get(beginning)
-        if known is not None and known.outstanding <= load and known in replicas:
-            best = known
-        for replica in replicas:
-            found = 0 if replica.cache.prefixes is None else replica.cache.prefixes.match(demand.prefix)[1]
-            if found > most and replica.outstanding <= load:
-                best, most = replica, found
-        self._sent[beginning] = best
-        return best
 
 
 class Fleet:
@@ -93,7 +44,8 @@ class Fleet:
         self, system: ServingSystem, recorder: Recorder, seed: int = 0, only: Collection[int] | None = None
     ) -> None:
         self.system, self.recorder, self.seed, self._only = system, recorder, seed, only
-        self._router, self._prefill_router = Router(system.routing), Router(system.routing)
+        self._router: Router[Replica] = Router(system.routing)
+        self._prefill_router: Router[Replica] = Router(system.routing)
         self._made = 0
         self.replicas = [self._ordered(0.0, 0.0) for _ in range(system.replicas)]
         self._active = self.replicas
@@ -122,9 +74,9 @@ class Fleet:
                 self.refused += 1
                 continue
             if prefill:
-                replica = self._prefill_router.choose(prefill, time, demand)
+                replica = self._prefill_router.choose(prefill, demand.prefix, _up_to(time))
             else:
-                replica = self._router.choose(self._active, time, demand)
+                replica = self._router.choose(self._active, demand.prefix, _up_to(time))
             if self._only is not None and replica.number not in self._only:
                 continue
             replica.run_until(time)
@@ -167,7 +119,7 @@ class Fleet:
         while arriving and arriving[0][0] <= time:
             when, _, request = heapq.heappop(arriving)
             self._scale(when)
-            replica = self._router.choose(self._active, when, None)
+            replica = self._router.choose(self._active, (), _up_to(when))
             replica.run_until(when)
             replica.enqueue(request, when)
 
@@ -196,3 +148,13 @@ class Fleet:
             there = [replica for replica in self.replicas if replica.leaving is None and replica.begins <= now]
             self.sizes.append((now, wanted))
             self._active = there or self._active
+
+
+def _up_to(time: float) -> Callable[[Replica], None]:
+    """Let a replica run to a time, if it has not."""
+
+    def run(replica: Replica) -> None:
+        if replica.clock <= time:
+            replica.run_until(time)
+
+    return run

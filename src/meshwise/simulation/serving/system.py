@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.engine import EngineCosts
 from meshwise.scheduling import Scheduling
-
-#: Routing -> which replica a request goes to.
-ROUTINGS = {
-    "round-robin": "each replica in turn",
-    "least-loaded": "the one with the fewest requests that are not done",
-    "affinity": "the one that has most of its prefix in the cache, unless it has many more requests than others",
-}
+from meshwise.scheduling.routing import ROUTINGS
 
 #: Replicas in one simulation: one on each chip of the largest clusters; 8 kB each.
 MOST_REPLICAS = 100_000
