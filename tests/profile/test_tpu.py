@@ -47,7 +47,7 @@ def tpu(number, late=0, steps=3, ops=OPS):
     keys = {}
     for key, (name, (text, category, flops, moved, scope)) in enumerate(ops.items(), 1):
         value = plane.event_metadata.add(key=key).value
-        value.name, value.display_name, keys[name] = text, name, key
+        value.name, value.display_name, keys[name] = text, text.partition(" ")[0].lstrip("%"), key
         for label, found in (("hlo_category", category), ("flops", flops), ("bytes_accessed", moved), ("tf_op", scope)):
             stat(value, label, found)
     lines = {
@@ -205,3 +205,46 @@ def test_devices_of_several_hosts_have_numbers_of_their_job(tmp_path):
     (tmp_path / "host1.xplane.pb").write_bytes(_classes()["XSpace"](planes=planes).SerializeToString())
     together = profile_traces(read_traces([str(tmp_path)]))
     assert together.waiting.matched == together.waiting.total == 6
+
+
+def test_planes_may_have_any_numbers(tmp_path):
+    """A second host's devices begin at four, and tools for other machines add planes of their own."""
+    kinds = _classes()
+    others = [kinds["XPlane"](name=name) for name in (
+        "/device:CUSTOM:Megascale Trace", "/device:TPU:4 SparseCore 0", "#Chip0",
+    )]  # fmt: skip
+    for plane in others:
+        plane.event_metadata.add(key=1).value.name = "region"
+        plane.lines.add(name="Sparse Core Ops").events.add(metadata_id=1, offset_ps=0, duration_ps=900 * US)
+    profile, _ = causes_of(tmp_path, tpu(4), tpu(5), *others)
+    assert [d.lane.device.name for d in profile.devices] == ["TPU:4", "TPU:5"]
+    assert profile.steps_found == "by 3 markers on the device"
+    assert 1e6 * profile.partition_s["compute"] == pytest.approx(500)
+
+
+def test_a_program_that_runs_without_marked_steps(tmp_path):
+    plane = tpu(0)
+    del plane.lines[0]
+    profile, _ = causes_of(tmp_path, plane)
+    assert profile.steps_found == "by 3 runs of jit_step"
+    assert 1e6 * profile.step_s == pytest.approx(2900 / 3)
+
+
+#: Asynchronous collectives: in fusions of their own, or as a pair that wraps a computation.
+PAIRED = OPS | {
+    "all-reduce.1": (
+        "%async-collective-start.1 = (bf16[8,512]{1,0}, bf16[64,512]{1,0}) fusion(bf16[8,512]{1,0} %w), kind=kCustom",
+        "all-gather", 0, 6e4, "jit(step)/jvp(layer)/all_gather:",
+    ),
+    "copy-done.1": (
+        "%async-collective-done.1 = bf16[64,512]{1,0} fusion((bf16[8,512]{1,0}) %s), kind=kCustom", "all-gather", 0,
+        6e4, "jit(step)/jvp(layer)/all_gather:",
+    ),
+}  # fmt: skip
+
+
+def test_asynchronous_collectives_are_known_by_their_category(tmp_path):
+    profile, causes = causes_of(tmp_path, tpu(0, ops=PAIRED))
+    assert {t.kind.collective.kind for t in profile.ops if t.kind.collective} == {"all-gather"}
+    assert 1e6 * causes["exposed-collective"].seconds == pytest.approx(399)
+    assert causes["exposed-collective"].what == "all-gather is not hidden"

@@ -22,13 +22,14 @@ _COLLECTIVE_KERNEL = re.compile(
     r"(nccl|rccl|nvshmem|oneccl).*?(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send_?recv|send|recv"
     r"|reduce|generic|barrier)"
     r"|\b(cross_device_reduce|one_?shot_all_?reduce|two_?shot_all_?reduce|multimem_all_?reduce|quickreduce"
-    r"|cross_rank|all_?reduce_(?:fusion|residual|rms)\w*|aiter::\w*all_?reduce\w*)",
+    r"|cross_rank|all_?reduce_(?:fusion|residual|rms)\w*|aiter::\w*all_?reduce\w*)"
+    r"|(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)\w*kernel|deep_ep::|moeA2A|userbuffers_|msccl|rccl_main",
     re.IGNORECASE,
 )
 _KINDS = (
     ("reduce-scatter", "reducescatter"),
     ("all-gather", "allgather"),
-    ("all-to-all", "alltoall"),
+    ("all-to-all", "alltoall|deepep|moea2a"),
     ("all-reduce", "allreduce|crossdevicereduce|oneshot|twoshot|quickreduce|multimem"),
     ("broadcast", "broadcast"),
     ("collective-permute", "collectivepermute|ppermute"),
@@ -63,38 +64,50 @@ def is_collective(kernel: str) -> bool:
 #: Category -> words of which a kernel's name has one, tried in order.
 _KERNELS = {
     "cache": "reshape_and_cache store_kv set_kv kv_?cache_(copy|write|store) kv_cache concat_and_cache set_mla",
-    "routing": "moe_(align|sum) topk_?gating fused_moe_sort moe_sort count_and_sort permute_moe moe_permute",
-    "attention": "flash fmha attn attention mha_ sdpa paged_?decode mla_ kn_mla splash",
+    "routing": (
+        "moe_(align|sum) topk_?gating fused_moe_sort moe_?sort count_and_sort permute_moe moe_permute routing "
+        "finalizeKernel expandInputRows grouped_topk moe_fused_gate"
+    ),
+    "attention": (
+        "flash(?!infer) fmha attn attention mha_ sdpa paged_?decode mla_ splash With(Paged|Ragged)?KVCache MergeStates "
+        "aiter::pa_ _kernel_stage\\d ^_(fwd|bwd)_kernel bwd_kernel_d"
+    ),
     "convolution": "conv(?!ert) dgrad wgrad fprop igemm winograd scudnn cudnn.*_nhwc_ nchwToNhwc nhwcToNchw miopen",
     "recurrence": "selective_scan ssd_ chunk_scan causal_conv1d gated_delta chunk_fwd rwkv lru_",
     "matmul": (
         "gemm gemv cijk_ nvjet xmma wgmma cutlass.*(mma|matmul) matmul splitk _mm_ \\bmm_ tem_fused_(mm|addmm|bmm) "
-        "dot_kernel cublas grouped_mm fused_moe moe_kernel gmm\\b ^dot cutlass_\\w*(tensorop|simt)"
+        "\\bbmm_ dot_kernel cublas grouped_mm fused_moe fmoe moe_kernel marlin gmm\\b ^dot cutlass_\\w*(tensorop|simt)"
     ),
     "optimizer": "adam multi_tensor_apply _foreach sgd lamb_ lion_ fused_optim lpnorm clip_grad",
     "normalization": "(rms|layer|batch|group|add_rms|instance)_?norm rms_kernel bn_fw bn_bw _norm_kernel",
     "softmax": "softmax cross_?entropy logsumexp nll_loss",
-    "embedding": "embedding index_?select gather_kernel vocab_parallel indexing_backward index_put embed_ tbe_",
+    "embedding": (
+        "(?<!rotary_)embedding index_?select gather_kernel vocab_parallel indexing_backward index_put embed_ tbe_"
+    ),
     "sampling": "sampl argmax top_?p\\b multinomial radix_?sort devicesort bitonicsort topk philox distribution",
-    "layout": "transpose permute copy cat(array|ed) contiguous direct_copy pad_kernel slice_kernel memcpy",
+    "layout": (  # names of Inductor's kernels list all that they fuse: casts and views, too
+        "^(?!triton_(poi|red|per)_fused).*(transpose|permute|copy|cat(array|ed|_)|contiguous|pad_kernel|slice_kernel) "
+        "memcpy ^triton_poi_fused(_(clone|cat|transpose|permute|constant_pad_nd|slice|view|unsqueeze|expand))+(_\\d+)?$"
+    ),
     "memset": "memset fillbuffer fillfunctor zero_kernel",
     "reduction": "reduce triton_(red|per)_ sum_kernel welford cumsum scan_kernel max_pool avg_pool histogram",
     "elementwise": (
         "elementwise vectorized pointwise triton_poi functor _and_mul silu gelu swiglu rotary rope act_ quant "
-        "cast convert add_kernel mul_kernel where arange binary unary dropout loop_.*fusion wrapped_"
+        "cast convert cvt_ add_kernel mul_kernel where arange binary unary dropout loop_.*fusion wrapped_"
     ),
 }
 _KERNEL_PATTERNS = tuple((kind, re.compile(words.replace(" ", "|"), re.IGNORECASE)) for kind, words in _KERNELS.items())
 
 #: Category -> words of which the name of a framework's operation has one; it decides before the kernel's name does.
 _PARENTS = {
-    "attention": "attention flash_attn fmha _sdpa flex_attn mla_",
+    "attention": "attention flash_attn mha_ _sdpa flex_attn mla_",
     "convolution": "conv(olution|\\d|_) miopen_conv cudnn_conv",
     "matmul": (
         "::(mm|addmm|bmm|baddbmm|matmul|linear|_scaled_mm|_grouped_mm|mv|addmv|dot|einsum|_int_mm)$ ::\\w*gemm\\w*$ "
         "::scaled_mm\\w*$ ::(inplace_|outplace_)?fused_experts\\w*$ ::_?moe_forward\\w*$"
     ),
-    "optimizer": "::_fused_adam ::_foreach_ optimizer",
+    "optimizer": "::_fused_adam ::_foreach_(?!copy) optimizer",
+    "layout": "::_foreach_copy fsdp::\\w*(copy|cat) ::split_with_sizes_copy",
     "normalization": "_norm(_|$) layer_norm rms_norm batch_norm",
     "softmax": "softmax cross_entropy nll_loss",
     "embedding": "embedding index_select ::index$ ::index_put",

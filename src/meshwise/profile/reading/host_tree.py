@@ -17,7 +17,7 @@ from meshwise.profile.kinds import short_dtype
 from meshwise.profile.reading.chrome import decoded
 from meshwise.profile.trace import Array, HostThread, OpKind, OpTable, Stream, StreamBuilder
 
-_OPTIMIZER = re.compile(r"optimizer\.step|_fused_adam|::_foreach_|fused_adam", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"optimizer\.step|_fused_adam|::_foreach_(?!copy)|fused_adam", re.IGNORECASE)
 #: Annotations that communication libraries make for themselves.
 LIBRARIES = ("nccl:", "gloo:", "mpi:", "c10d::", "rccl:")
 _BACKWARD = "autograd::engine::evaluate_function"

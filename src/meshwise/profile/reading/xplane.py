@@ -133,6 +133,11 @@ def _trace(reader: _Reader) -> Trace:
         )
         for (kind, number), streams in sorted(reader.devices.items())
     )
+    places = {number: place for place, (_, number) in enumerate(sorted(reader.devices))}
+    markers = tuple(
+        replace(m, device=places[m.device]) if m.device >= 0 else m
+        for m in reader.markers if m.device < 0 or m.device in places
+    )  # fmt: skip
     missing = []
     if not reader.programs:
         missing.append("the HLO of its programs: scopes and shapes are those of the events only")
@@ -143,7 +148,7 @@ def _trace(reader: _Reader) -> Trace:
     if kinds == ["GPU"] and not any(reader.chips.values()):
         missing.append("the name of the chip (--on names it)")
     return Trace(
-        reader.source, "xplane", reader.ops.ops, devices, tuple(reader.markers), tuple(reader.threads),
+        reader.source, "xplane", reader.ops.ops, devices, markers, tuple(reader.threads),
         tuple(reader.texts), max((len(devices), *(len(p.devices) for p in reader.programs.values()))) or None,
         tuple(missing),
     )  # fmt: skip
@@ -399,7 +404,8 @@ def _from_words(name: str, stats: dict[str, object], text: str) -> OpKind:
                   program=str(stats.get("hlo_module", "")))  # fmt: skip
     results, operands = arrays_in(text)
     if re.search(r"all-|reduce-scatter|collective|ragged-all|\bsend|\brecv", words):
-        kind = collective_kind(plain if "fusion" not in plain else label)
+        named = collective_kind(plain)
+        kind = named if named != "collective" else collective_kind(label)
         groups = groups_in(text)
         largest = max(map(array_bytes, (*results, *operands)), default=0.0)
         sent = Collective(kind, largest or None, len(groups[0]) if groups else None, groups)

@@ -1,0 +1,193 @@
+"""Kernels of the libraries that serve and train models, by their names alone: as in replayed graphs."""
+
+import pytest
+
+from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
+from meshwise.profile.trace import Activity
+
+#: Category -> kernels, as profilers write them (template arguments shortened).
+KERNELS = {
+    "attention": """
+        fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64MultiCtasKvVarSeqQ8Kv128StaticSwapsAbForGen
+        fmhaSm100aKernel_QkvE4m3OBfloat16H128PagedKvCausalP32VarSeqQ128Kv128PersistentContext
+        void tensorrt_llm::kernels::fmhaReductionKernel<128, 64, false, true>(KernelParams)
+        void flashinfer::BatchPrefillWithRaggedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)1, 128u>>
+        void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)0, 16u>>
+        void flashinfer::BatchDecodeWithPagedKVCacheKernel<(flashinfer::PosEncodingMode)0, 2u, 8u, 16u>(DecodeParams)
+        void flashinfer::PrefillWithKVCacheKernel<CollectiveMainloop<flashinfer::AttentionKernelTraits<false>>>
+        void flashinfer::PersistentVariableLengthMergeStatesKernel<8u, 16u, 8u, 4u, float, __nv_bfloat16, int>
+        void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloop>>>
+        void cutlass::device_kernel<cutlass::fmha::kernel::Sm100FmhaMlaKernelTmaWarpspecialized<cute::tuple<int>>>
+        void cutlass::device_kernel<cutlass::fmha::kernel::Sm100FmhaFwdKernelTmaWarpspecialized<cute::tuple<int>>>
+        void flash::flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4>, 8, 7, true>
+        kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at__tensorptrbf16gmem
+        cudnn_generated_fort_native_sdpa_sm100_flash_fprop_f16_knob_6_128x128x128_4x1x1_kernel0_0
+        fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)
+        kernel_unified_attention_2d
+        kernel_unified_attention_3d
+        _fwd_grouped_kernel_stage1
+        _fwd_kernel_stage2
+        triton_tem_fused_flex_attention_0
+        aiter::fmha_fwd_hd128_bf16_causal_group
+        aiter::fmha_bwd_hd128_bf16_causal_a32_rtz_psskddv
+        aiter::pa_bf16_pertokenFp8_gqa8_2tg_4w
+        aiter::mla_a8w8_qh16_qseqlen1_gqaratio16
+        _ZN7ck_tile6kentryILi1ENS_13FmhaFwdKernelINS_24BlockFmhaPipelineQRKSVSE
+        void ck_tile::kentry<256, 2, ck_tile::FmhaBwdDQDKDVKernel<ck_tile::BlockFmhaBwdPipelineDefaultPolicy>>
+        void ck_tile::kentry<64, 2, ck_tile::FmhaBwdOGradDotOKernel<ck_tile::BlockFmhaBwdOGradDotO>>
+        kn_mla_reduce_v1_ps<MlaReduceKernelV1Traits<512, 128>>
+        void paged_attention_ll4mi_QKV_mfma16_kernel<__hip_bfloat16, __hip_bfloat16, 16, 128, 256, false, 4>
+        void paged_attention_ll4mi_reduce_kernel<__hip_bfloat16, 128, 128, 256, 1>
+        attn_fwd
+        bwd_kernel_dk_dv
+    """,
+    "matmul": """
+        nvjet_sm100_tst_128x24_64x11_2x1_v_bz_TNT
+        nvjet_qss_192x128_128x5_1x2_h_bz_coopA_NTT
+        nvjet_sm100_tst_mma_192x192x64_4_2x2_2cta_h_bz_splitK_TNT
+        cutlass3x_sm100_tensorop_s128x256x16gemm_bf16_bf16_f32_void_bf16_128x256x64_2x1x1_0_tnn_align8_2sm_bias
+        void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8>(Params)
+        void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>>>
+        bmm_E2m1_E2m1E2m1_Fp32_bA16_bB16_bC16_t128x8x512_s7_et128x8_m128x8x64_cga1x1x1_16dp256b_rM_TN_transOut
+        bmm_Bfloat16_E4m3E4m3_Fp32_t128x16x128u2_s5_et64x16_m64x16x32_cga1x1x1_16dp256b_TN_transOut
+        void deep_gemm::sm100_fp8_gemm_1d1d_impl<(cute::UMMA::Major)0, 128u, 128u>(unsigned int)
+        void deep_gemm::fp8_gemm_kernel<7168u, 2048u, 64u, 128u, 128u>(float*)
+        _w8a8_block_fp8_matmul
+        fused_moe_kernel
+        void marlin::Marlin<__nv_bfloat16, 1125899906842624l, 256, 4, 8, 4, 4, 8, false>(int4 const*)
+        void marlin_moe_wna16::Marlin<1125899906842624l, 256>
+        void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>
+        void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4>
+        Cijk_Ailk_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1_SN_LDSB1_AFC1_GSUAMB
+        Custom_Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_NTD_SK3_UserArgs_MT256x256x64_MI16x16x1_shortname0_gfx950
+        void ck::kernel_gemm_xdl_cshuffle_v3_multi_d_b_preshuffle_2lds<ck::GridwiseGemmMultiD_xdl_cshuffle_v3>
+        void ck::kernel_moe_mxgemm_2lds<ck::GridwiseMoeGemmMX_BPreshuffle<ck::tensor_layout::gemm::RowMajor>>
+        void ck_tile::kentry<1, ck_tile::QuantGemmKernel<ck_tile::GemmTile1DPartitioner>>
+        _gemm_afp4_wfp4_kernel_BLOCK_SIZE_M_32
+        aiter::bf16gemm_fp32bf16_tn_64x64_splitk_clean
+        aiter::fmoe_bf16_pertokenFp8_g1u1_vs_silu_1tg_32x256
+        void wvSplitK_hf_sml_<__hip_bfloat16, 64, 2, 16, 8, 2, 1>(int, int, __hip_bfloat16 const*)
+        void LLGemm1_kernel<__hip_bfloat16, 4>(__hip_bfloat16 const*)
+        void tensorrt_llm::kernels::fused_a_gemm_kernel<1, 2112, 7168, 16, 16, 256, 16>
+        router_gemm_kernel_float_output<__nv_bfloat16, 128, 8, 4, 256, 7168>
+        _ZN5tgv_gemm4kernelE
+    """,
+    "routing": """
+        void moe::dev::routing::routingRenormalize::routingIndicesClusterKernel<KernelParams<float>>
+        void moe::dev::routing::routingDeepSeek::routingMainKernel<KernelParams<float, __nv_bfloat16>>
+        void moe::dev::finalize::finalizeKernelVecLoad<KernelParams<cutlass::bfloat16_t>>
+        void tensorrt_llm::kernels::cutlass_kernels::expandInputRowsKernel<__nv_bfloat16>
+        void tensorrt_llm::kernels::cutlass_kernels::finalizeMoeRoutingKernel<__nv_bfloat16>
+        void vllm::moe::topkGatingSoftmax<8, 128, 4, 16, 32, int>
+        void vllm::moe::moe_align_block_size_kernel<int>
+        void grouped_topk_opt_sort_kernel<__hip_bfloat16, float>
+        void moe_fused_gate_kernel<cutlass::bfloat16_t, 8, 32, 8, 1, 4, 4>
+        void ck_tile::kentry<1, ck_tile::MoeSortingKernel<ck_tile::MoeSortingProblemEx<int, float, 1>>>
+    """,
+    "normalization": """
+        void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)
+        void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)
+        void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*)
+        void aiter::add_rmsnorm_quant_kernel<__hip_bfloat16, __hip_bfloat16, 256, 16>
+        void ck_tile::kentry<1, ck_tile::Rmsnorm2dFwd<ck_tile::Rmsnorm2dFwdPipelineOnePass>>
+        void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, false>
+        void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16>>
+        _rms_norm_fwd_fused
+    """,
+    "elementwise": """
+        void flashinfer::activation::act_and_mul_kernel<__nv_bfloat16, &silu>(__nv_bfloat16*)
+        void vllm::act_and_mul_kernel<c10::BFloat16, &vllm::silu_kernel, true>(c10::BFloat16*)
+        void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*, c10::BFloat16*)
+        void flashinfer::BatchQKApplyRotaryPosIdsCosSinCacheEnhancedKernel<true, 128u, 8u, 16u, __nv_bfloat16>
+        void vllm::scaled_fp8_quant_kernel<c10::BFloat16>(c10::Float8_e4m3fn*)
+        void per_token_group_quant_8bit_kernel<__nv_bfloat16, __nv_fp8_e4m3, false, true, float, true, false>
+        void tensorrt_llm::kernels::quantize_with_block_size<(BlockScaleQuantizationType)0, __nv_bfloat16, 16, false>
+        void vllm::cvt_fp16_to_fp4<__nv_bfloat16, false>(int, int)
+        triton_poi_fused_mul_silu_slice_3
+        triton_poi_fused__to_copy_add_transpose_view_7
+        void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>>
+        _swiglu_fwd_kernel
+    """,
+    "cache": """
+        void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16, (vllm::Fp8KVCacheDataType)0>
+        void vllm::concat_and_cache_mla_kernel<__nv_bfloat16, unsigned char, (vllm::Fp8KVCacheDataType)1>
+        set_mla_kv_buffer_kernel
+        void (anonymous namespace)::store_kvcache<128l, 2, 1, false, long>
+        void aiter::fuse_qk_rope_concat_and_cache_mla_per_head_kernel<__hip_bfloat16>
+    """,
+    "reduction": """
+        triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0
+        void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t<float>>>
+    """,
+    "layout": """
+        triton_poi_fused_cat_clone_transpose_4
+        void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>, unsigned int, 3, 64, 64>
+        void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda>>
+        batched_transpose_32x32_dword
+    """,
+    "optimizer": """
+        void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, Adam>
+    """,
+    "embedding": """
+        void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2, true>
+        void at::native::(anonymous namespace)::embedding_backward_feature_kernel<c10::BFloat16, float, long>
+    """,
+    "sampling": """
+        void flashinfer::sampling::TopKTopPSamplingFromProbKernel<1024u, (cub::BlockScanAlgorithm)1, float, int>
+        void at::native::mbtopk::radixFindKthValues<float, unsigned int, unsigned int, 4>
+        void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned int>>
+    """,
+}
+#: Kind -> kernels of communication.
+COLLECTIVES = {
+    "all-reduce": """
+        ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+        ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs4K)
+        void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<(AllReduceFusionPattern)1>
+        void tensorrt_llm::kernels::ar_fusion::moefinalize_allreduce_fusion_kernel_oneshot_lamport<2, __nv_bfloat16>
+        void flashinfer::trtllm_mnnvl_allreduce::twoshotAllreduceKernel<(unsigned char)8, __nv_bfloat16>
+        void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)
+        void sglang::cross_device_reduce_2stage<__nv_bfloat16, 8>(sglang::RankData*)
+        void aiter::cross_device_reduce_2stage_naive<__hip_bfloat16, 8>(aiter::RankData*)
+        void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<__hip_bfloat16, CodecQ4>>
+        void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>
+        void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>
+    """,
+    "all-gather": """
+        ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+        void userbuffers_fp16_sum_inplace_gpu_rw_allgather<8>(int, int, int)
+    """,
+    "reduce-scatter": """
+        ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+    """,
+    "send-recv": """
+        ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)
+    """,
+    "all-to-all": """
+        void deep_ep::intranode::dispatch<8, 768, 8192>(int4*, float*, int*, long*)
+        void deep_ep::internode_ll::combine<true, 7168, 9, 16>(void*, void*)
+        void tensorrt_llm::kernels::mnnvl_throughput::moeA2ADispatchKernel<TopK8>
+    """,
+    "collective": """
+        ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)
+        ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)
+        rccl_main_kernel
+        void mscclKernel_Sum_hip_bfloat16_LL_false(ncclDevComm*, mscclAlgo*, mscclWork*)
+    """,
+}
+
+
+def named(table):
+    return [(kind, line.strip()) for kind, lines in table.items() for line in lines.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("category", "kernel"), named(KERNELS))
+def test_what_a_kernel_computes(category, kernel):
+    assert kernel_activity(kernel, "kernel") == Activity.COMPUTE
+    assert kernel_category(kernel) == category
+
+
+@pytest.mark.parametrize(("kind", "kernel"), named(COLLECTIVES))
+def test_what_a_kernel_sends(kind, kernel):
+    assert kernel_activity(kernel, "kernel") == Activity.COLLECTIVE
+    assert collective_kind(kernel) == kind
