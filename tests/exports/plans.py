@@ -129,7 +129,7 @@ CASES = {
     ),
     "slices": (
         lambda: make_plan(
-            "mixtral-8x7b", "v5p:2x4x4*2", data=2, fsdp=4, expert=4, tensor=2, zero=1, remat="attention",
+            "mixtral-8x7b", "v5p:2x4x4*2", data=2, fsdp=4, expert=4, tensor=2, remat="attention",
             num_microbatches=2,
         ),
         ("maxtext", "jax"),

@@ -248,6 +248,80 @@ def test_chips_of_two_devices_share_sequences_or_are_refused():
         hand_over(make_plan(tiny(), "trn2:16", fsdp=16), "maxtext")
 
 
+@pytest.mark.parametrize(
+    ("tool", "on", "layout", "why"),
+    [
+        ("maxtext", "v5p:4x4x4", {"data": 8, "fsdp": 8, "zero": 1}, "zero=1 with fsdp: replicas share out"),
+        ("maxtext", "h100-sxm:64", {"fsdp": 32, "ulysses": 2}, "Ulysses is for TPUs, rings for TPUs and GPUs"),
+        ("maxtext", "v5p:4x4x4", {"fsdp": 8, "ulysses": 8}, "ulysses=8: it divides key/value heads"),
+        (
+            "maxtext",
+            "v5p:2x2x4*4",
+            {"data": 4, "fsdp": 8, "ulysses": 2},
+            "it stays inside a slice, of which",
+        ),
+        ("maxtext", "h100-sxm:24", {"fsdp": 8, "context": 3}, "context is even, and sequences divide by 6 and by 3"),
+        ("deepspeed", "h100-sxm:64", {"data": 8, "fsdp": 8}, "ZeRO-3 shares them out over all data-parallel ranks"),
+    ],
+)
+def test_what_releases_of_tools_refuse_is_refused(tool, on, layout, why):
+    model = tiny({**TINY, "hidden_size": 1024})
+    with pytest.raises(HandoverError, match=why):
+        hand_over(make_plan(model, on, remat="full", **layout), tool)
+
+
+def test_ulysses_goes_with_experts_or_with_zero_3():
+    plan = make_plan(tiny(TINY_MIXTURE), "h100-sxm:64", fsdp=8, expert=4, ulysses=2, remat="full")
+    with pytest.raises(HandoverError, match="ulysses=2 with ZeRO 3: AutoEP goes with one of them"):
+        hand_over(plan, "deepspeed")
+
+
+def test_pipelines_of_maxtext_have_layers_of_one_kind():
+    plan = make_plan("deepseek-v3", "v5p:4x4x4", expert=32, stage=2, num_microbatches=2, schedule="gpipe")
+    with pytest.raises(HandoverError, match="its pipelines leave out the layers before those with experts"):
+        hand_over(plan, "maxtext")
+
+
+@pytest.mark.parametrize(
+    ("on", "layout", "said"),
+    [
+        ("v5p:4x4x4", {"fsdp": 32, "context": 2, "context_method": "gather"}, {"context_parallel_strategy"}),
+        (
+            "v5p:4x4x4", {"fsdp": 32, "context": 2, "context_method": "ring"},
+            {"context_parallel_strategy", "attention", "use_tokamax_splash"},
+        ),
+        (
+            "v5p:4x4x4", {"fsdp": 32, "ulysses": 2},
+            {"context_parallel_strategy", "attention", "use_tokamax_splash", "context_parallel_load_balance"},
+        ),
+        (
+            "h100-sxm:64", {"fsdp": 32, "context": 2, "context_method": "ring"},
+            {"hardware", "context_parallel_strategy", "attention", "max_segments_per_seq"},
+        ),
+        (
+            "h100-sxm:64", {"fsdp": 32, "context": 2, "context_method": "gather"},
+            {"hardware", "context_parallel_strategy", "attention", "packing"},
+        ),
+    ],
+)  # fmt: skip
+def test_maxtext_has_the_attention_that_goes_with_the_chip_and_the_split(on, layout, said):
+    def keys(on, **layout):
+        text = hand_over(make_plan(tiny({**TINY, "hidden_size": 1024}), on, remat="full", **layout), "maxtext").text
+        return {line.partition(":")[0] for line in text.splitlines() if line[:1].isalpha()}
+
+    assert keys(on, **layout) - keys("v5p:4x4x4", fsdp=64) == said
+
+
+def test_megatron_says_what_it_wants_of_the_environment():
+    def line(on, **layout):
+        text = hand_over(make_plan(tiny(), on, **layout), "megatron").text
+        return next((line for line in text.splitlines() if "CUDA_DEVICE" in line), "")
+
+    assert line("h100-sxm:8", data=4, tensor=2, zero=1) == "export CUDA_DEVICE_MAX_CONNECTIONS=1"
+    assert line("h100-sxm:8", fsdp=4, tensor=2) == "unset CUDA_DEVICE_MAX_CONNECTIONS"
+    assert line("h100-sxm:8", data=8, zero=1) == line("b200:8", data=4, tensor=2, zero=1) == ""
+
+
 def test_an_uneven_split_is_refused_by_jax():
     with pytest.raises(HandoverError, match=r"tensor on K = 4: layer/w_k is split into 8 equal parts"):
         hand_over(make_plan(tiny(), "v5p:2x2x2", tensor=8), "jax")

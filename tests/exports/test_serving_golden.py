@@ -128,16 +128,35 @@ def hold_type(kind, values):
         {"int": int, "float": float, "json": json.loads}[kind](*values)
 
 
-@pytest.mark.parametrize(("case", "engine"), [(c, e) for c, e in SERVED if e in {"vllm", "sglang"}])
-def test_every_value_has_the_type_of_its_option(case, engine, ran):
-    _, done = handed(case, engine)
+def hold_setting(kind, text):
+    """Hold that a setting's text is a value of its type."""
+    value = json.loads(text)
+    if isinstance(kind, list):
+        assert value in kind
+    elif kind == "share":
+        assert 0 <= value <= 1
+    else:
+        assert type(value) is {"int": int, "bool": bool, "text": str}[kind]
+
+
+def hold_types(text, ran):
+    """Hold that what follows each option, and each setting of a file, is of its type; give how many there are."""
     held = 0
-    for name in functions(done.text):
-        command, words = command_of(ran(done.text, name)[0])
+    for name in functions(text):
+        words, folder = ran(text, name)
+        command, words = command_of(words)
         for flag, values in options_of(words).items() if command in TYPES else ():
             hold_type(TYPES[command][flag], values)
             held += 1
-    assert held > 8
+        if command == "trtllm-serve serve":
+            for key, value in nested_keys((folder / f"{name}.yaml").read_text(encoding="utf-8")).items():
+                hold_setting(TYPES["trtllm yaml"][key], value)
+    return held
+
+
+@pytest.mark.parametrize(("case", "engine"), [(c, e) for c, e in SERVED if e != "jetstream"])
+def test_every_value_has_the_type_of_its_option(case, engine, ran):
+    assert hold_types(handed(case, engine)[1].text, ran) > 7
 
 
 def number(read, flag, default=1):

@@ -16,8 +16,16 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
 
-REQUIRED = Path(__file__).parents[1] / "data" / "export" / "tools.txt"
+#: Where packages lie that want a newer Python; only their configurations are read.
+NEWER = Path(sys.prefix) / "tools"
+
+#: How to install what is missing.
+INSTALL = """as .ci/run does:
+  pip install --no-deps -r tests/data/export/tools.txt
+  pip install --no-deps -r tests/data/export/newer_tools.txt --only-binary :all: --python-version 3.12
+    --ignore-requires-python --target .venv/tools"""
 
 
 class _Itself(type):
@@ -36,22 +44,45 @@ class _Itself(type):
 
 
 class _Any(str, metaclass=_Itself):
-    """Stands for any class, function or list of names."""
+    """Stands for any class, function, decorator or list of names."""
 
     __slots__ = ()
 
     def __new__(cls, *_, **__):
         return super().__new__(cls)
 
+    def __call__(self, *given, **_):
+        return given[0] if given else self
+
+    def __getattr__(self, name):
+        return getattr(_Any, name)
+
 
 class _StandIn(types.ModuleType):
     __version__ = "2.9.0"
     human_readable_int = int  # reads numbers, as the tool's own does
+    dtype = type  # of which every name here is one
+    quick_gelu = object()  # which no other function is
+    is_te_min_version = is_torch_min_version = staticmethod(lambda *_, **__: True)
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Any
+
+
+class _Bare(types.ModuleType):
+    """A package without its own code, which gives the names of some of its modules."""
+
+    def __init__(self, name, root, gives):
+        super().__init__(name)
+        self.__path__, self._gives = [str(root / name.replace(".", "/"))], gives
+
+    def __getattr__(self, name):
+        for module in () if name.startswith("__") else self._gives:
+            with contextlib.suppress(AttributeError):
+                return getattr(importlib.import_module(f"{self.__name__}.{module}"), name)
+        raise AttributeError(name)
 
 
 class _Finder:
@@ -74,24 +105,25 @@ class _Finder:
 
 @contextlib.contextmanager
 def _loading(package, bare, stand_ins):
-    """Import modules of an installed package: `bare` packages without their own code, `stand_ins` not at all."""
-    try:
-        files = importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.fail(f"{package} is missing: pip install --no-deps -r {REQUIRED}")
+    """Import modules of an installed package: `bare` packages without their own code, `stand_ins` not at all.
+
+    Names of `bare` end with the modules whose names they give: "megatron.core.transformer: transformer_config".
+    """
+    found = importlib.metadata.distributions(name=package, path=[str(NEWER), *sys.path])
+    if (files := next(iter(found), None)) is None:
+        pytest.fail(f"{package} is missing: install it {INSTALL}")
     root, before, finder = Path(str(files.locate_file(""))), dict(sys.modules), _Finder(stand_ins)
-    for name in bare:
-        module = types.ModuleType(name)
-        module.__path__ = [str(root / name.replace(".", "/"))]
-        sys.modules[name] = module
+    for name, _, gives in (line.partition(": ") for line in bare):
+        sys.modules[name] = _Bare(name, root, gives.split())
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in set(sys.modules) - set(before):
+        loaded = {line.partition(".")[0].partition(":")[0] for line in (*bare, *stand_ins)}
+        for name in [n for n in sys.modules if n.partition(".")[0] in loaded]:
             del sys.modules[name]
-        sys.modules.update(before)
+        sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in loaded})
 
 
 def torchtitan_configs():
@@ -100,20 +132,92 @@ def torchtitan_configs():
         return importlib.import_module("torchtitan.config.configs")
 
 
-#: What Megatron's configuration imports besides.
 _MEGATRON = (
-    "torch",
-    "megatron.core.fusions",
-    "megatron.core.utils",
+    "megatron",
+    "megatron.core",
+    "megatron.core.transformer: transformer_config",
+    "megatron.core.distributed",
     "megatron.core.quantization",
-    "megatron.core.transformer.pipeline_parallel_layer_layout",
+    "megatron.training",
+)
+#: What Megatron's arguments and their checks import besides.
+_NOT_MEGATRON = (
+    "torch",
+    "megatron.core.extensions",
+    "megatron.core.fusions",
+    "megatron.core.models",
+    "megatron.core.rerun_state_machine",
+    "megatron.core.tensor_parallel",
+    "megatron.core.utils",
+    "megatron.training.config.container",
+    "megatron.training.global_vars",
+    "megatron.training.models",
+    "megatron.training.utils",
 )
 
 
-def megatron_config():
-    """The module `megatron.core.transformer.transformer_config`: dataclasses that check what goes together."""
-    with _loading("megatron-core", ("megatron", "megatron.core", "megatron.core.transformer"), _MEGATRON):
-        return importlib.import_module("megatron.core.transformer.transformer_config")
+@contextlib.contextmanager
+def megatron_arguments(capability):
+    """The module `megatron.training.arguments`: the parser of its scripts, and what checks that arguments go together.
+
+    Args:
+        capability: of CUDA, of the chips that it is to find: 9 of H100, 10 of B200.
+    """
+    with _loading("megatron-core", _MEGATRON, _NOT_MEGATRON):
+        module = importlib.import_module("megatron.training.arguments")
+        module.torch.cuda = _StandIn("torch.cuda")
+        module.torch.cuda.get_device_capability = lambda: (capability, 0)
+        module.get_device_arch_version = lambda: capability
+        module.update_use_dist_ckpt = lambda args: setattr(args, "use_dist_ckpt", args.ckpt_format != "torch")
+        yield module
+
+
+_MAXTEXT = ("maxtext", "maxtext.common", "maxtext.configs", "maxtext.utils")
+#: What its configuration imports besides.
+_NOT_MAXTEXT = (
+    *("absl", "flax", "jax", "omegaconf"),
+    *("maxtext.configs.pyconfig_deprecated", "maxtext.inference"),
+    *("maxtext.utils.elastic_utils", "maxtext.utils.gcs_utils", "maxtext.utils.max_utils"),
+)
+
+
+def maxtext_config():
+    """What makes MaxText's configuration of settings that override those of `base.yml`; the file itself, too."""
+    with _loading("maxtext", _MAXTEXT, _NOT_MAXTEXT):
+        reader = importlib.import_module("maxtext.configs.pyconfig")
+        kinds = importlib.import_module("maxtext.configs.types")
+    kinds.max_utils.get_num_slices = lambda raw: raw["num_slices"]
+    kinds.gcs_utils.add_trailing_slash = "{}/".format
+    usual = yaml.safe_load(Path(kinds.__file__).with_name("base.yml").read_text(encoding="utf-8"))
+
+    def make(settings):
+        kind = kinds.MaxTextConfig
+        return kind(**reader._prepare_for_pydantic(usual | settings, config_class=kind))
+
+    return make, usual
+
+
+_DEEPSPEED = (
+    "deepspeed",
+    "deepspeed.compile",
+    "deepspeed.module_inject",
+    "deepspeed.runtime",
+    "deepspeed.runtime.tensor_parallel: config",
+    "deepspeed.runtime.model_checkpointing",
+    "deepspeed.runtime.zero",
+)
+#: What its configuration imports besides.
+_NOT_DEEPSPEED = (
+    *("torch", "hjson", "deepspeed.accelerator", "deepspeed.comm", "deepspeed.elasticity", "deepspeed.utils"),
+    *("deepspeed.ops", "deepspeed.monitor", "deepspeed.inference", "deepspeed.module_inject.tp_shard"),
+)
+
+
+@contextlib.contextmanager
+def deepspeed_config():
+    """The class `deepspeed.runtime.config.DeepSpeedConfig`, which reads a dictionary."""
+    with _loading("deepspeed", _DEEPSPEED, _NOT_DEEPSPEED):
+        yield importlib.import_module("deepspeed.runtime.config")
 
 
 #: What fields of SGLang's arguments import besides.

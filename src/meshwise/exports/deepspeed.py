@@ -10,7 +10,7 @@ from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.overlapping import Overlap
 
 TITLE = "DeepSpeed"
-VERSION = "docs/_pages/config-json.md at commit 00376da"
+VERSION = "0.19.8, deepspeed/runtime/config.py"
 
 #: Groups of mesh axes as its ranks are numbered, innermost first.
 _NESTING = (("tensor",), ("ulysses", "context"), ("expert", "fsdp"), ("data",), ("stage",))
@@ -37,6 +37,9 @@ OVERLAP = Overlap(
     },
 )
 
+#: Families whose experts its AutoEP finds.
+_AUTOEP = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3")
+
 #: What DeepSpeed cannot do.
 RULES: tuple[Rule[Choices], ...] = (
     Rule(
@@ -45,8 +48,9 @@ RULES: tuple[Rule[Choices], ...] = (
         "fully_sharded=on",
     ),
     Rule(
-        lambda c: (c.layout.zero > 0) & (c.sharded_ways > 1) & (c.layout.data > 1),
-        "zero={c.layout.zero} with fsdp", "replicas of MiCS groups share out nothing", "zero=0",
+        lambda c: (c.sharded_ways > 1) & (c.layout.data > 1),
+        "data={c.layout.data} beside sharded weights", "ZeRO-3 shares them out over all data-parallel ranks",
+        "fsdp={c.layout.data} times as large, or zero=1 with fully_sharded=off",
     ),
     _offload_needs("optimizer", 1),
     _offload_needs("parameters", 3),
@@ -61,6 +65,10 @@ RULES: tuple[Rule[Choices], ...] = (
     Rule(
         lambda c: (c.mixture and c.layout.expert_tensor_parallel) & (c.layout.tensor > 1),
         "expert_tensor_parallel=on", "AutoEP splits experts by number only", "expert_tensor_parallel=off",
+    ),
+    Rule(
+        lambda c: (c.mixture and c.layout.ulysses > 1) & (c.sharded_ways > 1),
+        "ulysses={c.layout.ulysses} with ZeRO 3", "AutoEP goes with one of them", "zero=1 with fully_sharded=off",
     ),
     Rule(
         lambda c: c.mixture and c.job.capacity_factor is not None,
@@ -125,9 +133,6 @@ def _zero(choices: Choices, notes: list[str]) -> dict[str, Any]:
         out |= {"overlap_comm": bool(overlapped), "contiguous_gradients": True}
     if choices.sharded_ways == 1 and out["stage"]:
         out["reduce_scatter"] = True
-    if choices.sharded_ways > 1 and choices.layout.data > 1:
-        out["mics_shard_size"] = choices.sharded_ways
-        notes.append("replicas of sharded groups are MiCS: build the model under deepspeed.zero.MiCS_Init")
     for part, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
         if part in choices.layout.offload:
             out[key] = {"device": "cpu", "pin_memory": True}
@@ -149,6 +154,10 @@ def _parallel(choices: Choices, notes: list[str]) -> dict[str, Any]:
         }
     if choices.mixture:
         out["expert_parallel"] = {"enabled": True, "autoep_size": choices.expert_ways}
+        if choices.model.family not in _AUTOEP:
+            notes.append(
+                f"AutoEP knows the layers of {', '.join(_AUTOEP)}: name those of this model in expert_parallel"
+            )
     if layout.stage > 1:
         notes.append(
             f"build the model as PipelineModule(num_stages={layout.stage}); it accumulates over its microbatches"

@@ -25,7 +25,7 @@ from meshwise.exports.choices import (
 )
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.shape import ModelShape, read_shape
-from meshwise.models.spec import LatentAttention, Mixture
+from meshwise.models.spec import LatentAttention, Mixture, Mlp
 
 #: Family of a configuration -> MaxText's style of decoder.
 _DECODERS = {
@@ -37,6 +37,9 @@ _DECODERS = {
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
 }
+
+#: Families whose weights it has not sorted into matrices, which muon turns, and others.
+_WITHOUT_MUON = ("mistral", "mixtral")
 
 _NEAREST = "the mesh of this plan by hand, with a decoder_block of MaxText's own"
 
@@ -67,7 +70,7 @@ def model_settings(choices: Choices, shape: ModelShape, refusals: Refusals, note
     if shape.functions.rope_base is not None:
         out["rope_max_timescale"] = int(shape.functions.rope_base)
     if shape.functions.rope_share != 1:
-        out["partial_rotary_factor"] = shape.functions.rope_share
+        refusals.add(f"model {model.name}", "its rotary positions turn a part of each head", _NEAREST)
     if shape.functions.rope_scaled:
         notes.append("the configuration stretches its rotary positions (rope_scaling): set rope_type and its numbers")
     if model.spec.mtp_modules:
@@ -110,6 +113,8 @@ def _mixture(choices: Choices, shape: ModelShape, mixture: Mixture, refusals: Re
         "shared_experts": mixture.shared // mixture.hidden,
         "first_num_dense_layers": shape.leading_dense,
     }
+    if choices.model.family == "qwen3_moe" and router.normalised:
+        out["norm_topk_prob"] = True
     if router.scores == "sigmoid":
         out["routed_score_func"] = "sigmoid"
     if mixture.correction_bias:
@@ -124,7 +129,10 @@ def _mixture(choices: Choices, shape: ModelShape, mixture: Mixture, refusals: Re
 
 
 TITLE = "MaxText"
-VERSION = "src/maxtext/configs/base.yml at commit 000b810"
+VERSION = "0.2.5, maxtext/configs/base.yml"
+
+#: Maker of a chip -> what MaxText calls its kind.
+_HARDWARE = {"google": "tpu", "nvidia": "gpu", "amd": "gpu", "cpu": "cpu"}
 
 #: Mesh axis -> MaxText's; `tensor` and `ulysses` depend on other choices.
 _AXES = {"data": "data", "fsdp": "fsdp", "expert": "expert", "context": "context", "stage": "pipeline"}
@@ -133,6 +141,27 @@ _AXES = {"data": "data", "fsdp": "fsdp", "expert": "expert", "context": "context
 def _fewer_stages(choices: Choices) -> int:
     """Stages that the layers divide over."""
     return max(n for n in range(1, choices.layout.stage) if choices.model.num_layers % n == 0)
+
+
+def _on(choices: Choices, *hardware: str) -> bool:
+    """Whether MaxText calls the chip so."""
+    return _HARDWARE.get(choices.chip.vendor) in hardware
+
+
+def _ring(choices: Choices) -> bool:
+    """Whether keys and values go round a ring."""
+    return (choices.layout.context_method == "ring") & (choices.layout.context > 1)
+
+
+def _units(choices: Choices) -> int:
+    """What a sequence divides into: pieces of a head and a tail; on TPUs those of a ring are cut once more."""
+    context = choices.layout.context
+    return context * (2 + (context - 2) * (_ring(choices) & _on(choices, "tpu")))
+
+
+def _windowed(choices: Choices) -> bool:
+    """Whether a layer attends to the latest positions alone."""
+    return any(getattr(g.layer.attention, "window", None) is not None for g in choices.model.spec.groups)
 
 
 #: What a custom policy of MaxText can keep: operation of ours -> its name.
@@ -178,7 +207,42 @@ RULES: tuple[Rule[Choices], ...] = (
         lambda c: (c.layout.zero == 2) & (c.layout.data > 1),
         "zero=2", "its replicas share out optimizer state at most", "zero=1, or fsdp instead of data",
     ),
+    Rule(
+        lambda c: (c.layout.zero > 0) & (c.layout.data > 1) & (c.layout.fsdp * c.chip.devices_per_chip > 1),
+        "zero={c.layout.zero} with fsdp", "replicas share out optimizer state only where weights are whole",
+        "zero=0, or data alone",
+    ),
     RING_WITH_ULYSSES,
+    Rule(
+        lambda c: (_ring(c) & _on(c, "cpu")) | ((c.layout.ulysses > 1) & (not _on(c, "tpu"))),
+        "context x ulysses = {c.positions_ways}", "Ulysses is for TPUs, rings for TPUs and GPUs",
+        "context={c.positions_ways}",
+    ),
+    Rule(
+        lambda c: (c.layout.ulysses > 1) & ((c.kv_heads or 1) % c.layout.ulysses > 0),
+        "ulysses={c.layout.ulysses}", "it divides key/value heads, and is not for latents",
+        "context={c.positions_ways}",
+    ),
+    Rule(
+        lambda c: (c.layout.ulysses > 1) & (c.problem.cluster.num_slices > 1),
+        "ulysses={c.layout.ulysses}", "it stays inside a slice, of which there are {c.problem.cluster.num_slices}",
+        "context={c.positions_ways}",
+    ),
+    Rule(
+        lambda c: _windowed(c) & ((c.layout.ulysses > 1) | ((c.layout.context > 1) & (_ring(c) == _on(c, "tpu")))),
+        "context x ulysses = {c.positions_ways}",
+        "attention to a window goes with context_method=gather on TPUs, and with ring on GPUs", "fsdp or tensor",
+    ),
+    Rule(
+        lambda c: ((c.layout.context > 1) & ((c.layout.context % 2 > 0) | (c.seq_len % _units(c) > 0)))
+        | (c.seq_len % c.positions_ways > 0),
+        "context x ulysses = {c.positions_ways}",
+        lambda c: f"context is even, and sequences divide by {_units(c)} and by {c.positions_ways}", "fsdp or tensor",
+    ),
+    Rule(
+        lambda c: (c.layout.stage > 1) & (c.mixture and any(isinstance(g.layer.ffn, Mlp) for g in c.model.spec.groups)),
+        "stage={c.layout.stage}", "its pipelines leave out the layers before those with experts", "stage=1",
+    ),
     Rule(
         lambda c: (c.order != "gpipe") & (c.layout.stage > 1),
         "schedule={c.order}", "its pipeline runs all forward passes, then all backward passes",
@@ -239,7 +303,7 @@ def maxtext(choices: Choices, refusals: Refusals) -> Exported:
 
 
 def _mesh(choices: Choices) -> dict[str, Any]:
-    """Extents inside a slice (ici) and between slices (dcn) of every axis; what is not named is 1."""
+    """The kind of chips; extents inside a slice (ici) and between slices (dcn) of every axis."""
     layout = choices.layout
     names = dict(_AXES, tensor="tensor_sequence", ulysses="context_usp_ulysses" if layout.context > 1 else "context")
     between = [n for n, d in enumerate(choices.network.dimensions) if d.name == "dcn"]
@@ -250,17 +314,26 @@ def _mesh(choices: Choices) -> dict[str, Any]:
         ici[names[axis]] *= layout.sizes[axis] // outside
         dcn[names[axis]] *= outside
     ici["fsdp"] *= choices.chip.devices_per_chip
-    out = {f"ici_{name}_parallelism": size for name, size in ici.items()}
+    out: dict[str, Any] = {} if _on(choices, "tpu") else {"hardware": _HARDWARE.get(choices.chip.vendor, "")}
+    out |= {f"ici_{name}_parallelism": size for name, size in ici.items()}
     return out | {f"dcn_{name}_parallelism": size for name, size in dcn.items()}
 
 
 def _context(choices: Choices) -> dict[str, Any]:
+    """The strategy, and the attention that goes with it."""
     layout = choices.layout
     if choices.positions_ways == 1:
         return {}
-    if layout.ulysses == 1:
-        return {"context_parallel_strategy": {"gather": "all_gather", "ring": "ring"}[layout.context_method]}
-    return {"context_parallel_strategy": "ulysses" if layout.context == 1 else "usp"}
+    gathers = layout.ulysses == 1 and layout.context_method == "gather"
+    strategy = "all_gather" if gathers else "ring"
+    if layout.ulysses > 1:
+        strategy = "ulysses" if layout.context == 1 else "usp"
+    out: dict[str, Any] = {"context_parallel_strategy": strategy}
+    if _on(choices, "gpu"):
+        return out | {"attention": "cudnn_flash_te"} | ({"packing": False} if gathers else {"max_segments_per_seq": 32})
+    if not gathers:
+        out |= {"attention": "flash", "use_tokamax_splash": True}
+    return out | ({"context_parallel_load_balance": False} if strategy == "ulysses" else {})
 
 
 def _batch(choices: Choices) -> dict[str, Any]:
@@ -314,6 +387,7 @@ def _precision(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[s
     out = choices.precision_in(_PRECISION, refusals, bf16=bf16, other="it has no such recipe") or {}
     if choices.precision != "fp32":
         notes.append(ONE_COPY)
-    offered = ("adamw", "sgd", "muon")
-    optimizer = choices.optimizer_in({name: name for name in offered}, refusals, f"it offers {', '.join(offered)}")
+    offered = ("adamw", "sgd", *(("muon",) * (choices.model.family not in _WITHOUT_MUON)))
+    why = f"it offers {', '.join(offered)} for {choices.model.family}"
+    optimizer = choices.optimizer_in({name: name for name in offered}, refusals, why)
     return {**out, "opt_type": optimizer}

@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Iterator
 
+from meshwise.core.dtypes import DType
 from meshwise.exports.choices import HOST_UPDATE, RING_WITH_ULYSSES, Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.megatron_model import model_arguments
@@ -18,7 +19,7 @@ from meshwise.models.spec import Mlp
 from meshwise.sharding.remat import MODULES
 
 TITLE = "Megatron-LM"
-VERSION = "megatron/training/arguments.py at commit 000c4ac"
+VERSION = "Megatron Core 0.19.2, megatron/training/arguments.py"
 
 #: One argument and its values.
 Argument = tuple[str | int, ...]
@@ -172,8 +173,16 @@ def megatron(choices: Choices, refusals: Refusals) -> Exported:
         if arguments
     )
     usage = 'use: torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" with data, tokenizer and learning rate of your own'
-    text = f"{commented([*lines, usage])}MEGATRON_ARGS=(\n{body}\n)\n"
+    text = f"{commented([*lines, usage])}{_environment(choices, body)}MEGATRON_ARGS=(\n{body}\n)\n"
     return Exported("megatron", TITLE, VERSION, "megatron-args.sh", text, tuple(notes))
+
+
+def _environment(choices: Choices, arguments: str) -> str:
+    """What the arguments want of the environment: the order of kernels before Blackwell, and that FSDP has its own."""
+    if "--use-megatron-fsdp" in arguments:
+        return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
+    split = choices.layout.tensor * choices.positions_ways > 1
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if split and DType.FP4 not in choices.chip.flops_per_s else ""
 
 
 def _parallelism(choices: Choices, notes: list[str]) -> Iterator[Argument]:
@@ -244,7 +253,6 @@ def _state(choices: Choices, notes: list[str]) -> Iterator[Argument]:
         yield ("--num-distributed-optimizer-instances", layout.data)
         if layout.zero == 1:
             yield ("--enable-full-sharding-in-hsdp",)
-    notes.append("Megatron-FSDP wants CUDA_DEVICE_MAX_CONNECTIONS unset, or above 1")
 
 
 def _zero(choices: Choices) -> Iterator[Argument]:
