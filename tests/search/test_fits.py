@@ -104,3 +104,16 @@ def test_what_cannot_be_asked_is_said_and_the_rest_is_answered():
     found = meshwise.fit("t5-11b", on="h100:2", context=512)
     assert "serving" in found.refused
     assert found.training
+
+
+def test_more_than_a_model_was_made_for_is_asked_for_with_a_warning():
+    def said(**asked):
+        return " ".join(str(meshwise.fit("llama-2-13b", on="h100:1", precision="fp8", **asked)).split())
+
+    warning = "sequences of 16,384 tokens exceed the 4,096 that llama-2-13b was trained for"
+    assert warning in said(context="16Ki")
+    assert warning not in said() + said(context="4Ki")
+    longest = [fit.context for fit in meshwise.fit("llama-2-13b", on="h100:1", precision="fp8", context="16Ki").serving]
+    assert longest == [16384]
+    with pytest.raises(MeshwiseError, match="gpt2 has learned positions for 1,024 tokens"):
+        meshwise.fit("gpt2", on="h100:1", context="4Ki")

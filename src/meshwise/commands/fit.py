@@ -43,8 +43,8 @@ class FitRequest(ModelOnCluster):
     context: Annotated[float, Quantity("tokens", parse_count, format_count, "8Ki")] | None = Field(
         default=None, ge=_LEAST, le=1e9, serialization_alias="context_tokens"
     )
-    """Tokens of a request, prompt and output together, and of a training sequence; by default 8192, or what the model
-    reads."""
+    """Tokens of a request, prompt and output together, and of a training sequence, also more than what the model was
+    made for; by default 8192, or what the model reads."""
     precision: Annotated[str, Flag("PRECISIONS")] = ""
     """Serving precisions to try, fp8,int4-weights; by default those that the chip multiplies in, and int4 weights."""
 
@@ -88,7 +88,7 @@ def fit(request: FitRequest, *, progress: Tell = silent) -> Fits:
         raise MeshwiseError(
             f"{model.name} reads {context:g} token, and a request has {_LEAST}: one to read, one written"
         )
-    loads = [_load(context, name) for name in request.precisions or usual_precisions(model, cluster)]
+    loads = [_load(context, name, request.context) for name in request.precisions or usual_precisions(model, cluster)]
     for load in loads if request.precisions else ():
         check_precision(cluster.chip, load.formats.formats)
     refused: dict[str, str] = {}
@@ -106,9 +106,9 @@ def fit(request: FitRequest, *, progress: Tell = silent) -> Fits:
     return Fits(model, cluster, context, serving, training, published, refused | others)
 
 
-def _load(context: float, precision: str) -> ServingLoad:
-    """Half of the context is prompt."""
-    return ServingLoad(prompt=context // 2, output=context - context // 2, precision=precision)
+def _load(context: float, precision: str, asked: float | None) -> ServingLoad:
+    """Half of the context is prompt; what is asked for may be longer than what the model was made for."""
+    return ServingLoad(prompt=context // 2, output=context - context // 2, precision=precision, context=asked)
 
 
 def usual_precisions(model: Model, cluster: Cluster) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.costs.engine import EngineCosts
-from meshwise.costs.problem import longest_context
+from meshwise.costs.problem import readable_context
 from meshwise.jobs import computed_lengths, output_lengths
 from meshwise.jobs.lengths import parse_lengths
 from meshwise.jobs.traffic import MOST_REQUESTS, DrawnLoad, Load, SharedPrefixes, parse_arrivals, read_trace
@@ -243,7 +243,7 @@ def check_requests(load: Load, plan: ServingPlan) -> None:
         LayoutError: with what the model can read.
     """
     model, longest = plan.problem.model, _longest(load)
-    most = longest_context(model, plan.problem.load)
+    most = readable_context(model, plan.problem.load)
     if most is not None and longest is not None and longest > most:
         raise LayoutError(
             f"{model.name} was made for {most:,.0f} tokens, found requests of up to {longest:,}, prompt and "

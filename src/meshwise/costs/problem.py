@@ -117,7 +117,7 @@ class ServingProblem(_Problem):
         return self.lowered(step, choices).serving(step, choices)
 
 
-def longest_context(model: Model, load: ServingLoad) -> float | None:
+def readable_context(model: Model, load: ServingLoad) -> float | None:
     """The most tokens of a request: what the model was made for, or what is asked for beyond; None without a limit."""
     if model.max_seq_len is None or "P" in model.sizes:  # learned positions end with their table
         return model.max_seq_len
@@ -130,7 +130,7 @@ def check_context(model: Model, load: ServingLoad) -> None:
     Raises:
         LayoutError: with the longest prompt and output that it can read.
     """
-    longest = longest_context(model, load)
+    longest = readable_context(model, load)
     if longest is None or load.longest <= longest:
         return
     fix = "or a model that reads more"

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.core.units import format_bytes
+from meshwise.report.model import length_words
 from meshwise.report.report import Report, reasons
 from meshwise.report.table import Columns, counted, picked, said, tabulate
 from meshwise.search.fits import Fits, ServingFit, TrainingFit
@@ -35,6 +36,7 @@ def fit_report(found: Fits, inputs: Mapping[str, Any]) -> Report:
     asked = f"{format_bytes(cluster.chip.hbm_usable)} a chip; requests and sequences of {found.context:,.0f} tokens"
     tables: tuple[RenderableType, ...] = said(
         Text(asked),
+        *(Text(words) for words in length_words(model, found.context)),
         tabulate({**_SERVING, "serving": names}, found.serving) if found.serving else None,
         tabulate(_TRAINING, found.training) if found.training else None,
         reasons("Not asked", found.refused),

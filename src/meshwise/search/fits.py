@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.costs.engines import engine_chunk
-from meshwise.costs.problem import ServingProblem, TrainingProblem
+from meshwise.costs.problem import ServingProblem, TrainingProblem, readable_context
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.memory import LONGEST, engine_memory, longest_context, most
 from meshwise.hardware import Cluster
@@ -151,7 +151,7 @@ def _serving_fit(problem: ServingProblem, layout: ServingLayout) -> ServingFit:
         engines=problem.cluster.num_chips // layout.num_chips,
         weights=engine_memory(problem, setup, "decode")["weights"],
         requests=most(lambda n: total(n) <= capacity, _MOST_REQUESTS),
-        context=min(longest_context(problem, setup), problem.model.max_seq_len or LONGEST),
+        context=min(longest_context(problem, setup), int(readable_context(problem.model, problem.load) or LONGEST)),
     )
 
 
@@ -207,7 +207,7 @@ def _training_fit(problem: TrainingProblem, sizes: Mapping[str, int], zero: int)
         other = Plan.of(_with_length(problem, replicas * micro_batch, length), layout, plan.fabric)
         return other.estimate.memory["total"]
 
-    longest = min(problem.model.max_seq_len or LONGEST, LONGEST)
+    longest = min(max(problem.model.max_seq_len or LONGEST, int(problem.job.seq_len)), LONGEST)
     return TrainingFit(
         precision=problem.job.precision,
         fine_tune=problem.job.fine_tune,

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.compute import published_precision
-from meshwise.costs.problem import ServingProblem, longest_context
+from meshwise.costs.problem import ServingProblem, readable_context
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.exports.choices import field_values, given_values
 from meshwise.exports.exported import Refusals, Rule
@@ -212,7 +212,7 @@ class ServingChoices(_OfProblem):
     def longest(self) -> int:
         """Tokens of a request when it ends, and those that are proposed in vain, as far as the model reads."""
         tokens = int(self.load.longest) + self.load.draft_tokens
-        return int(min(tokens, longest_context(self.model, self.load) or tokens))
+        return int(min(tokens, readable_context(self.model, self.load) or tokens))
 
     @property
     def new_tokens(self) -> int:
