@@ -70,7 +70,10 @@ ERRATA: Sequence[Erratum] = (
         "training.md", "across pods, summary", "71,000 (before: 75,000)", "4.59e14 / 6.25e9 = 73,440",
         "training.dcn.alpha",
         _edits(
-            (("DCN this is 71,000", "DCN this is 73,440"), ("DCN this is 75,000", "DCN this is 73,440")),
+            (
+                ("DCN this is about 71,000", "DCN this is about 73,440"),
+                ("DCN this is 75,000", "DCN this is 73,440"),
+            ),
             (("pod of roughly 71,000", "pod of roughly 73,440"), ("pod of roughly 75,000", "pod of roughly 73,440")),
         ),
     ),
@@ -95,10 +98,6 @@ ERRATA: Sequence[Erratum] = (
     Erratum(
         "inference.md", "critical batch of an H100", "about 280", "9.89e14 / 3.35e12 = 295",
         "inference.linear.Bcrit_h100", _edits((("about 280", "about 295"),)),
-    ),
-    Erratum(
-        "inference.md", "question 7", "N > 81", "(4 sqrt(8) x 3/4)^2 = 72", "inference.q7.N",
-        _edits((("N > 81", "N > 72"),)),
     ),
 )  # fmt: skip
 
