@@ -163,6 +163,28 @@ def _signature(value: object) -> str:
     )
 
 
+#: What the theme leaves out for readers who do not see the page, or have no mouse: pattern -> what stands there instead.
+_MENDED = {
+    r'role="heading">': 'role="heading" aria-level="2">',
+    r'<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="pages">',
+    r'<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="on this page">',
+    r"<pre>": '<pre tabindex="0">',
+    r'(<div class="table-wrapper[^"]*")>': r'\1 tabindex="0" role="group" aria-label="table">',
+    r'<th class="head">(<p></p>)?</th>': "<td></td>",
+    r'(?<!</h1>\n)<div id="search-results">': '<h1>Search</h1>\n<div id="search-results">',
+}
+
+
+def mend(app: Sphinx, exception: Exception | None) -> None:
+    """Complete the theme's pages: levels, names of landmarks, what scrolls by keys."""
+    for page in () if exception else Path(app.outdir).rglob("*.html"):
+        before = text = page.read_text(encoding="utf-8")
+        for pattern, mended in _MENDED.items():
+            text = re.sub(pattern, mended, text)
+        if text != before:
+            page.write_text(text, encoding="utf-8")
+
+
 def missing_chapters(app: Sphinx) -> None:
     """Fail where a chapter of the book has no page."""
     have = {path.stem for path in (Path(app.srcdir) / "book").glob("*.md")}
@@ -176,5 +198,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", within)
     app.connect("builder-inited", missing_chapters)
     app.connect("build-finished", recorded.write)
+    app.connect("build-finished", mend)
     app.add_css_file("recorded.css")
     return {"parallel_read_safe": True}

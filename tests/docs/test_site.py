@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import sync_playwright
 
 import meshwise
 from meshwise.book import CHAPTERS, problems, solve
@@ -124,23 +126,42 @@ def test_search_finds_a_rule_without_a_server(site):
     assert {"rules", "book/roofline"} <= pages
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser, chromium or google-chrome")
-def test_a_readers_own_answer_is_judged_and_what_is_solved_is_marked(site):
-    """In a browser, from the files alone."""
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which(BROWSER), args=["--no-sandbox"])
-        page = browser.new_page()
-        page.goto((site / "book" / "roofline.html").as_uri())
-        place = page.locator('div.check[data-problem="roofline.bcrit.bf16_v5e"]')
-        for text, said in {
-            "120": "Not so: 0.499 times as much. The unit is tokens.",
-            "many": "A number of tokens, please.",
-            "240": "Right.",
-        }.items():
-            place.locator("input").fill(text)
-            place.locator("button").click()
-            assert place.locator("output").inner_text() == said
-        page.reload()
-        assert page.locator("h2.solved").all_inner_texts() == ["bcrit.bf16_v5e"]
-        browser.close()
+@pytest.fixture(scope="module")
+def browser():
+    """A browser, which opens the site from its files alone."""
+    if BROWSER is None:
+        pytest.skip("needs a browser, chromium or google-chrome")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=shutil.which(BROWSER), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", [*(f"book/{chapter}" for chapter in CHAPTERS), "index", "book", "search"])
+def test_a_page_is_whole_for_everybody_at_320_pixels(site, browser, page, scheme):
+    """Folded answers and sliders, too."""
+    with browser.new_context(color_scheme=scheme, viewport={"width": 320, "height": 640}) as own:
+        shown = own.new_page()
+        shown.goto((site / f"{page}.html").as_uri())
+        shown.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        assert shown.evaluate("document.scrollingElement.scrollWidth") <= 320
+        found = Axe().run(shown)
+        assert found.violations_count == 0, found.generate_report()
+
+
+def test_a_readers_own_answer_is_judged_and_what_is_solved_is_marked(site, browser):
+    page = browser.new_page()
+    page.goto((site / "book" / "roofline.html").as_uri())
+    place = page.locator('div.check[data-problem="roofline.bcrit.bf16_v5e"]')
+    for text, said in {
+        "120": "Not so: 0.499 times as much. The unit is tokens.",
+        "many": "A number of tokens, please.",
+        "240": "Right.",
+    }.items():
+        place.locator("input").fill(text)
+        place.locator("button").click()
+        assert place.locator("output").inner_text() == said
+    page.reload()
+    assert page.locator("h2.solved").all_inner_texts() == ["bcrit.bf16_v5e"]
+    page.close()
