@@ -14,7 +14,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from meshwise.book import CHAPTERS, Problem, problems, solve
+from meshwise.book import CHAPTERS, Problem, problems, solve, units_like
 from meshwise.core.errors import MeshwiseError
 
 #: Values of a slider, from a quarter of the question's own to four times it.
@@ -49,7 +49,8 @@ def recorded(problem: Problem) -> dict[str, Any]:
             answers = [_answer(problem, name, v) for v in values]
             inputs[name] = {"own": values.index(printed), "values": values, "answers": answers}
     own = _number(solve(problem).value)
-    return {"unit": problem.unit, "answer": own, "tolerance": max(problem.tolerance, _LEAST), "inputs": inputs}
+    found = {"unit": problem.unit, "answer": own, "tolerance": max(problem.tolerance, _LEAST), "inputs": inputs}
+    return found | ({} if isinstance(own, str) else {"units": units_like(problem.unit)})
 
 
 def _answer(problem: Problem, name: str, value: float) -> float | str | dict[str, str]:

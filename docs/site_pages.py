@@ -6,9 +6,10 @@ A Sphinx extension, named in `conf.py`. Directives: `chapter`, with the name of 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import meshwise
-from meshwise.book import CHAPTERS, VERDICTS, Solution, problems, solve
+from meshwise.book import CHAPTERS, VERDICTS, Problem, Solution, catalog_constants, problems, solve
 
 #: Files of the repository that are pages of the site.
 _PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
@@ -85,20 +86,43 @@ class Chapter(_Markdown):
         scripts = "".join(
             f'<script src="../_static/{name}.js"></script>' for name in ("recorded", f"recorded/{chapter}")
         )
-        return self.parsed("\n".join([*(line for s in own for line in _problem(s)), scripts]))
+        headings = dict.fromkeys(s.problem.heading for s in own)
+        lines = [", ".join(f"[{h}](#{h.lower().replace(',', '').replace(' ', '-')})" for h in headings), ""]
+        for heading, solutions in itertools.groupby(own, lambda s: s.problem.heading):
+            lines += [f"## {heading}", "", *(line for s in solutions for line in _problem(s))]
+        return self.parsed("\n".join([*lines, scripts]))
 
 
 def _problem(solution: Solution) -> Iterator[str]:
-    problem, how = solution.problem, solution.explanation
-    printed = "nothing" if problem.printed is None else _shown(problem.printed, problem.unit)
-    yield f"## {problem.short}"
+    problem = solution.problem
+    yield f"### {problem.short}"
     yield ""
-    yield f"{_plain(problem.question)}"
+    yield _plain(problem.question)
+    yield ""
+    yield f"Given: {_plain(solution.given)}." if solution.given else ""
     yield ""
     yield f'<div class="check" data-problem="{problem.id}"></div>'
     yield ""
-    yield '<details class="worked"><summary>Worked answer</summary>'
+    yield from _folded("hint", "Hint", [_plain(solution.hint)])
+    yield from _folded("worked", "Worked answer", _worked(solution))
+    yield from _of_catalog(problem)
+    yield f'<div class="vary" data-problem="{problem.id}"></div>'
     yield ""
+
+
+def _folded(kind: str, title: str, lines: Iterable[str]) -> Iterator[str]:
+    """What a reader opens, without a script, too."""
+    yield f'<details class="{kind}"><summary>{title}</summary>'
+    yield ""
+    yield from lines
+    yield ""
+    yield "</details>"
+    yield ""
+
+
+def _worked(solution: Solution) -> Iterator[str]:
+    problem, how = solution.problem, solution.explanation
+    printed = "nothing" if problem.printed is None else _shown(problem.printed, problem.unit)
     yield f"**{how.result}**; the book prints {_plain(printed)}: {VERDICTS[solution.verdict]}."
     yield ""
     yield "```text"
@@ -108,11 +132,22 @@ def _problem(solution: Solution) -> Iterator[str]:
     yield from ([f"$ {solution.equivalent}"] if solution.equivalent else [f"no other command: {solution.no_command}"])
     yield "```"
     yield from (["", _plain(problem.note)] if problem.note else [])
-    yield ""
-    yield "</details>"
-    yield ""
-    yield f'<div class="vary" data-problem="{problem.id}"></div>'
-    yield ""
+
+
+def _of_catalog(problem: Problem) -> Iterator[str]:
+    """The answer with the catalog's numbers in place of the book's, where they differ."""
+    listed = {n: v for n, v in catalog_constants(problem.constants).items() if v != problem.constants[n]}
+    if not listed:
+        return
+    how = solve(problem, {name: repr(value) for name, value in listed.items()}).explanation
+    differing = ", ".join(f"{name} {value:.6g}, not {problem.constants[name]:.6g}" for name, value in listed.items())
+    lines = [
+        f"**{how.result}**: {_plain(differing)}.",
+        "",
+        "```text",
+        f"$ meshwise book {problem.id} --constants catalog",
+    ]
+    yield from _folded("catalog", "With constants of the catalog", [*lines, "```"])
 
 
 def _shown(value: float | str, unit: str) -> str:
@@ -163,7 +198,7 @@ def _signature(value: object) -> str:
     )
 
 
-#: What the theme leaves out for readers who do not see the page, or have no mouse: pattern -> what stands there instead.
+#: What the theme leaves out for readers who do not see the page, or have no mouse: pattern -> what stands there.
 _MENDED = {
     r'role="heading">': 'role="heading" aria-level="2">',
     r'<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="pages">',

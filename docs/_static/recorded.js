@@ -39,12 +39,14 @@ const build = (details, problem) => {
   if (still.length) details.append(Object.assign(document.createElement("p"), { textContent: `Changes nothing: ${still.join(", ")}.` }));
 };
 
-// Whether a reader's own answer is ours; a number is in the problem's unit.
-const judged = (text, { answer, tolerance, unit }) => {
+// Whether a reader's own answer is ours; a number is in the problem's unit, or in one that it names.
+const judged = (text, { answer, tolerance, unit, units }) => {
   const given = text.trim();
   if (typeof answer === "string") return given.toLowerCase() === answer.toLowerCase() ? "Right." : "Not so.";
-  const number = given === "" ? NaN : Number(given.replaceAll(",", ""));
-  if (Number.isNaN(number)) return `A number of ${unit}, please.`;
+  const [, digits, named] = given.match(/^([-+\d.,]+(?:e[-+]?\d+)?)\s*(.*)$/i) ?? [];
+  if (digits === undefined || Number.isNaN(Number(digits.replaceAll(",", "")))) return `A number of ${unit}, please.`;
+  if (named && !(named in units)) return `Not so: ${named} is no unit of this answer, which is in ${unit}.`;
+  const number = Number(digits.replaceAll(",", "")) * (named ? units[named] : 1);
   if (Math.abs(number - answer) <= tolerance * Math.max(Math.abs(number), Math.abs(answer))) return "Right.";
   return `Not so: ${shown(Number((number / answer).toPrecision(3)))} times as much. The unit is ${unit}.`;
 };
@@ -57,7 +59,7 @@ const solved = () => {
 const mark = (place) => {
   const section = place.closest("section");
   const links = document.querySelectorAll(`a[href="#${CSS.escape(section.id)}"]:not(.headerlink)`);
-  [section.querySelector("h2"), ...links].forEach((named) => named?.classList.add("solved"));
+  [section.querySelector("h3"), ...links].forEach((named) => named?.classList.add("solved"));
 };
 const solve = (place) => {
   mark(place);
@@ -80,7 +82,7 @@ const check = (place, problem) => {
   place.append(form);
 };
 
-addEventListener("beforeprint", () => document.querySelectorAll("details.worked").forEach((d) => { d.open = true; }));
+addEventListener("beforeprint", () => document.querySelectorAll("details.worked, details.catalog").forEach((d) => { d.open = true; }));
 
 // Called by the chapter's own script with its answers.
 window.recorded = (answers) => {

@@ -51,6 +51,8 @@ def answer_book(
     *,
     changes: str | Mapping[str, float] | None = None,
     answer: str | None = None,
+    hint: bool = False,
+    constants: Literal["book", "catalog"] = "book",
     every: bool = False,
 ) -> tuple[Solution, ...]: ...
 def bench(

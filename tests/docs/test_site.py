@@ -157,11 +157,12 @@ def test_a_readers_own_answer_is_judged_and_what_is_solved_is_marked(site, brows
     for text, said in {
         "120": "Not so: 0.499 times as much. The unit is tokens.",
         "many": "A number of tokens, please.",
-        "240": "Right.",
+        "240 ms": "Not so: ms is no unit of this answer, which is in tokens.",
+        "0.24 ktokens": "Right.",
     }.items():
         place.locator("input").fill(text)
         place.locator("button").click()
         assert place.locator("output").inner_text() == said
     page.reload()
-    assert page.locator("h2.solved").all_inner_texts() == ["bcrit.bf16_v5e"]
+    assert page.locator("h3.solved").all_inner_texts() == ["bcrit.bf16_v5e"]
     page.close()

@@ -362,3 +362,19 @@ def test_a_question_with_an_option_missing_or_wrong_is_answered_in_words(page, n
             answered = page.get(link(verb, pairs[:place] + other + pairs[place + 1 :]))
             assert answered.status_code < 500
             assert answered.is_redirect or "<h2>" in answered.text
+
+
+def test_a_problem_is_shown_without_its_answer_and_with_other_constants_by_links(page):
+    shown = page.get("/book?problem=roofline.q2.Bcrit").text
+    ways = re.findall(r'<p class="choice">.*?</p>', shown, re.DOTALL)
+    links = [html.unescape(href) for way in ways for href in re.findall(r'href="([^"]+)"', way)]
+    one = "/book?problem=roofline.q2.Bcrit"
+    assert links == [one, f"{one}&hint=yes", one, f"{one}&constants=catalog"]
+    hint = text_of(page.get(links[1]).text)
+    assert "The rule 'critical-batch'" in hint
+    assert "120.1" not in hint
+    assert "60 is not right" in text_of(page.get(f"{one}&answer=60&hint=yes").text)
+    assert "120.269 tokens" in text_of(page.get(links[3]).text)
+    questions = page.get("/book?problem=roofline.q1&hint=yes").text
+    assert 'href="/book?problem=roofline.q1.ops&amp;hint=yes"' in questions
+    assert "8.5899e+09" not in questions

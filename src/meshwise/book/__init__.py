@@ -1,6 +1,7 @@
 """The book's problems, answered: questions as data, a module of workings for each chapter."""
 
-from meshwise.book.judging import Judgement, judge
+from meshwise.book.catalog import catalog_constants
+from meshwise.book.judging import Judgement, judge, units_like
 from meshwise.book.problems import (
     CHAPTERS,
     UNITS,
@@ -23,8 +24,10 @@ __all__ = [
     "Method",
     "Problem",
     "Solution",
+    "catalog_constants",
     "find_problem",
     "judge",
     "problems",
     "solve",
+    "units_like",
 ]

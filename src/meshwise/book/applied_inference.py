@@ -30,6 +30,7 @@ def on_smallest_slice(formula: str) -> Callable[[Mapping[str, Any]], Derivation]
     """A working with N chips, the smallest slice that holds the weights."""
 
     def find(values: Mapping[str, Any]) -> Derivation:
+        """First the smallest slice that holds the weights; what is left of its HBM is for caches."""
         long, short = smallest_slice(values["params"] * values["bytes"], values["HBM"]).split("x")
         known = {**values, "N": int(long) * int(short)}
         return Derivation(Formula(formula).value(known), formula, Formula(formula).substituted(known))

@@ -35,6 +35,7 @@ def slice_for(formula: str) -> Callable[[Mapping[str, Any]], Derivation]:
     """A working: the smallest slice of v5e that holds the bytes of a formula."""
 
     def find(values: Mapping[str, Any]) -> Derivation:
+        """The smallest slice that exists and holds all bytes."""
         num_bytes = Formula(formula).value(values)
         shown = f"{Formula(formula).substituted(values)} = {num_bytes:.4g} bytes over {values['HBM']:g} a chip"
         found = smallest_slice(num_bytes, values["HBM"])

@@ -95,14 +95,21 @@ def judge(solution: Solution, answer: str) -> Judgement:
     return Judgement(False, _compared(number, solution.value, unit))
 
 
+def units_like(unit: str) -> dict[str, float]:
+    """Units of the same kind -> how many of this one each is.
+
+    >>> units_like("ms")["s"], units_like("FLOPs/byte")
+    (1000.0, {'FLOPs/byte': 1.0})
+    """
+    kind = next((units for units in _KINDS.values() if unit in units), {unit: 1})
+    return {name: size / kind[unit] for name, size in kind.items()}
+
+
 def _factor(named: str, unit: str) -> float | str:
     """How many of the problem's units one of the named is; words where it is none."""
-    if named == unit:
-        return 1.0
+    if named in (like := units_like(unit)):
+        return like[named]
     kinds = {name: kind for kind, units in _KINDS.items() for name in units}
-    if named in kinds and kinds.get(unit) == kinds[named]:
-        units = _KINDS[kinds[named]]
-        return units[named] / units[unit]
     head, _, rest = named.partition(" ")
     if head in _SCALES and (not rest or rest == unit) and (head not in kinds or unit not in kinds):
         return _SCALES[head]

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from importlib import resources
 from typing import Any
 
 from meshwise.book.equivalents import REASONS, same_by_rule, why_no_command
+from meshwise.book.hints import hint
 from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
@@ -48,6 +50,9 @@ UNITS: Mapping[str, float] = {
     "TB/s (book prints TiB/s)": 1e12, "TFLOPs/s": 1e12, "EFLOPs/s": 1e18, "tokens/ms/chip": 1e3,
 }  # fmt: skip
 
+#: Letters with which the ids of the five quizzes on GPUs begin.
+_QUIZZES = "qnfkr"
+
 Value = float | int | str | list[Any] | dict[str, int]
 
 
@@ -62,6 +67,7 @@ class Problem:
         question: in our words.
         given: what the question gives, by name; letters are the book's.
         constants: of the hardware, as the question used them.
+        units: of both, by name.
         unit: of the answer, as the book prints it.
         tolerance: relative, within which an answer meets the printed one.
         printed: by the book, None where it prints none or ours is not compared.
@@ -77,6 +83,7 @@ class Problem:
     question: str
     given: Mapping[str, Value]
     constants: Mapping[str, Value]
+    units: Mapping[str, str]
     unit: str
     tolerance: float
     printed: float | str | None
@@ -89,6 +96,22 @@ class Problem:
     def short(self) -> str:
         """The id without its chapter."""
         return self.id.split(".", 1)[1]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The quiz and the question of it, (1, 2); (0, 0) in the text. Chapters but that on GPUs have one quiz."""
+        named = re.match(r"([a-z])(\d+)\.", self.short)
+        letters = _QUIZZES if self.chapter == "gpus" else "q"
+        return (letters.index(named[1]) + 1, int(named[2])) if named and named[1] in letters else (0, 0)
+
+    @property
+    def heading(self) -> str:
+        """Where it stands in its chapter, in words."""
+        quiz, number = self.place
+        question = f"question {number}"
+        return (
+            "In the text" if not number else f"Quiz {quiz}, {question}" if self.chapter == "gpus" else question.title()
+        )
 
     @property
     def values(self) -> dict[str, Any]:
@@ -171,6 +194,19 @@ class Solution(Answer):
         return REASONS[self.reason] if self.reason else ""
 
     @property
+    def given(self) -> str:
+        """What the question gives, with units: `C_bf16=1.97e+14 FLOPs/s, ...`."""
+        units = self.problem.units
+        return ", ".join(
+            f"{name}={_shown(value)} {units.get(name, '')}".rstrip() for name, value in self.values.items()
+        )
+
+    @property
+    def hint(self) -> str:
+        """What to think of, before the working."""
+        return hint(_method(find_problem(self.problem.id)), self.verb, self.problem.values)
+
+    @property
     def equivalent(self) -> str:
         """The command that gives the same with the engine or by a rule; "" where there is none."""
         return shlex.join(("meshwise", *self.verb)) if self.verb else ""
@@ -212,10 +248,16 @@ def _is_numeric(value: Any) -> bool:
     return all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
 
 
-def _plain(text: str) -> dict[str, Any]:
+def _plain(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and their units."""
     values: dict[str, Any] = json.loads(text or "{}")
-    values.pop("_units", None)
-    return values
+    units: dict[str, str] = values.pop("_units", {})
+    return values, units
+
+
+def _shown(value: Any) -> str:
+    short = isinstance(value, float) or (isinstance(value, int) and value >= 1e9 and float(f"{value:g}") == value)
+    return f"{value:g}" if short else str(value).replace("'", "")
 
 
 def _number(text: str) -> float | str | None:
@@ -229,13 +271,16 @@ def _rows() -> Iterator[Problem]:
     for file in ("problems.csv", "questions.csv"):
         text = resources.files("meshwise.book").joinpath(file).read_text(encoding="utf-8")
         for line in csv.DictReader(text.splitlines()):
+            given, units = _plain(line["inputs"])
+            constants, their_units = _plain(line["hw_constants"])
             yield Problem(
                 id=line["id"],
                 chapter=line["chapter"].replace("_", "-"),
                 kind=line["kind"],
                 question=line["question"],
-                given=_plain(line["inputs"]),
-                constants=_plain(line["hw_constants"]),
+                given=given,
+                constants=constants,
+                units=units | their_units,
                 unit=line["answer_unit"],
                 tolerance=float(line["tolerance"]),
                 printed=_number(line.get("answer_value", "")),
@@ -248,9 +293,9 @@ def _rows() -> Iterator[Problem]:
 
 @functools.cache
 def problems() -> Mapping[str, Problem]:
-    """Id -> problem, in the book's order of chapters."""
+    """Id -> problem, in the book's order of chapters; in one those of its text, then its questions."""
     order = list(CHAPTERS)
-    return {p.id: p for p in sorted(_rows(), key=lambda p: order.index(p.chapter))}
+    return {p.id: p for p in sorted(_rows(), key=lambda p: (order.index(p.chapter), p.place))}
 
 
 def find_problem(name: str) -> Problem:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from meshwise.book import CHAPTERS, Problem, Solution, judge, problems, solve
+from meshwise.book import CHAPTERS, Problem, Solution, catalog_constants, judge, problems, solve
 from meshwise.book.errata import ERRATA, Patched, patch
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.requests import Flag, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
-from meshwise.report.book import chapters_report, problems_report, solution_report
+from meshwise.report.book import chapters_report, problems_report, question_report, questions_report, solution_report
 from meshwise.report.errata import errata_report, patch_report, patch_words
 
 
@@ -50,6 +50,10 @@ class BookRequest(Request):
     """Other numbers than the question's, W_hbm=1.6e12; lists of sizes as 4x8."""
     answer: str | None = None
     """Your own answer, 120 or '5.3 ms', in the problem's unit unless it names one: says whether it is right."""
+    hint: Annotated[bool, Flag("", "--hint/--no-hint")] = False
+    """Show the question with a hint, and no answer."""
+    constants: Literal["book", "catalog"] = "book"
+    """Numbers of the chips: as the book printed them, or as the catalog lists them today."""
     every: Annotated[bool, Flag("", "--all/--no-all")] = False
     """Answer every problem."""
 
@@ -81,16 +85,24 @@ def answer_book(request: BookRequest) -> tuple[Solution, ...]:
         MeshwiseError: there is no such problem; a number that the question does not have.
     """
     asked = _named(request.problem) if request.problem else list(problems().values())
-    if len(asked) == 1 or not request.changes:
-        return tuple(solve(p, request.changes) for p in asked)
-    # Of several problems those that have what is changed.
     changing = [p for p in asked if set(request.changes) <= set(p.values)]
-    if not changing:
+    if not changing and len(asked) > 1:  # of one alone its own error says more
         names = dict.fromkeys(name for p in asked for name in p.variable)
         raise MeshwiseError(
             f"--set: none of {len(asked)} problems has {', '.join(request.changes)}; known: {', '.join(names)}"
         )
-    return tuple(solve(p, request.changes) for p in changing)
+    listed = [p for p in changing if request.constants == "book" or catalog_constants(p.constants)]
+    if changing and not listed:
+        raise MeshwiseError(f"--constants catalog: the catalog lists no constant of {request.problem}; leave it out")
+    return tuple(solve(p, _changes(p, request)) for p in listed or asked)
+
+
+def _changes(problem: Problem, request: BookRequest) -> dict[str, str]:
+    """Other numbers than the question's: the catalog's where they differ, then those that are given."""
+    if request.constants == "book":
+        return request.changes
+    of = catalog_constants(problem.constants)
+    return {n: repr(v) for n, v in of.items() if v != problem.constants[n]} | request.changes
 
 
 class _Errata(Request):
@@ -165,6 +177,8 @@ def show_book(screen: Screen, request: BookRequest, errata: _Errata) -> int | No
       meshwise book roofline
       meshwise book roofline.q2
       meshwise book roofline.q2 --set W_hbm=1.6e12
+      meshwise book roofline.q2 --constants catalog
+      meshwise book roofline.q2 --hint
       meshwise book roofline.q2 --answer 120
       meshwise book --all --json
       meshwise book --errata --patch scaling-book > errata.patch
@@ -173,10 +187,12 @@ def show_book(screen: Screen, request: BookRequest, errata: _Errata) -> int | No
         return _show_errata(screen, request, errata)
     solutions = answer_book.answer(request)
     if len(solutions) == 1:
-        screen.show(solution_report(solutions[0], request.answer, request.echo()))
+        one = question_report if request.hint else solution_report
+        screen.show(one(solutions[0], request.answer, request.echo()))
         return None if request.answer is None or judge(solutions[0], request.answer).right else 3
     if request.answer is not None:
         raise MeshwiseError(f"--answer is of one problem, and here are {len(solutions)}: name one of them")
     whole = request.problem is None and not request.every and not request.changes
-    screen.show((chapters_report if whole else problems_report)(solutions, request.echo()))
+    several = questions_report if request.hint else chapters_report if whole else problems_report
+    screen.show(several(solutions, request.echo()))
     return None

@@ -18,6 +18,9 @@ _FIELDS = ("id", "value", "unit", "verdict")
 _COLUMNS: Columns = {"!working": lambda row: row[0], "": lambda row: row[1]}
 
 
+_QUESTION: Columns = {"!question": lambda row: row[0], "": lambda row: row[1]}
+
+
 def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,.6g}" if abs(value) < 1e7 else f"{value:.5g}"
 
@@ -32,6 +35,61 @@ def _answer(solution: Solution) -> dict[str, Any]:
     return dict(zip(_FIELDS, values, strict=True))
 
 
+def question_report(solution: Solution, answer: str | None, inputs: Mapping[str, Any]) -> Report:
+    """One problem without its answer: what is given, a hint, and whether the reader's own answer is right.
+
+    Args:
+        solution: ours.
+        answer: the reader's own, or None.
+        inputs: what was asked, with defaults.
+    """
+    problem = solution.problem
+    judged = None if answer is None else judge(solution, answer)
+    asked = _asks_for(solution)
+    rows = [("hint", solution.hint), ("given", solution.given), ("asked for", asked)]
+    return Report(
+        command="book",
+        inputs=inputs,
+        answer=f"{problem.id}: {_judged(judged, answer).removeprefix('; ') or f'asks for {asked}'}",
+        data={
+            **_asked(solution),
+            "chapter": problem.chapter,
+            "kind": problem.kind,
+            "given": dict(problem.given),
+            "hardware": dict(problem.constants),
+            "url": problem.url,
+            "right": None if judged is None else judged.right,
+        },
+        body=(Text(problem.question), tabulate(_QUESTION, rows)),
+        assumed=(f"{problem.source}: {problem.url}",),
+        next_steps=(f"your own answer: meshwise book {problem.id} --hint --answer ...",
+                    f"the answer with its working: meshwise book {problem.id}"),
+    )  # fmt: skip
+
+
+def questions_report(solutions: Sequence[Solution], inputs: Mapping[str, Any]) -> Report:
+    """Several problems without their answers."""
+    columns: Columns = {"!problem": "problem.id", "asks for": _asks_for}
+    return Report(
+        command="book",
+        inputs=inputs,
+        answer=counted(len(solutions), "question"),
+        data={"questions": [_asked(s) for s in solutions]},
+        body=(tabulate(columns, solutions, note=lambda s: s.problem.question),),
+        next_steps=(f"one of them, with a hint: meshwise book {solutions[0].problem.id} --hint",),
+    )
+
+
+def _asks_for(solution: Solution) -> str:
+    return "a word" if isinstance(solution.value, str) else f"a number of {solution.problem.unit}"
+
+
+def _asked(solution: Solution) -> dict[str, Any]:
+    """The fields of a question, without its answer."""
+    problem = solution.problem
+    return {"id": problem.id, "question": problem.question, "unit": problem.unit, "hint": solution.hint}
+
+
 def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str, Any]) -> Report:
     """One problem: the working, and what the book prints.
 
@@ -43,13 +101,12 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
     problem, how = solution.problem, solution.explanation
     judged = None if answer is None else judge(solution, answer)
     printed = "none" if problem.printed is None else _with_unit(problem.printed, problem.unit)
-    known = ", ".join(f"{name}={_shown(value)}" for name, value in solution.values.items())
     rows = [
         ("formula", how.formula),
         ("with numbers", how.substitution),
         ("answer", _with_unit(solution.value, problem.unit)),
         ("the book prints", f"{printed} ({VERDICTS[solution.verdict]})"),
-        ("given", known),
+        ("given", solution.given),
     ]
     varied = f"meshwise book {problem.id} --set {problem.variable[0]}=..." if problem.variable else ""
     return Report(
@@ -81,10 +138,6 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
         ),
         explanations=(how,),
     )
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
 
 
 def _judged(judged: Judgement | None, answer: str | None) -> str:

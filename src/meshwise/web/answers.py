@@ -21,7 +21,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.report import Report
 from meshwise.web.html import html_of
 from meshwise.web.links import Pairs, load, options, requests_of
-from meshwise.web.views import named
+from meshwise.web.views import HINT, named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,8 @@ def _answered(verb: str, pairs: Pairs, screen: _Screen) -> Answered:
         code = load(verb).function(screen, *_writing(asked, places)) or 0
         files = {path.name: path.read_text(encoding="utf-8") for path in places.values() if path.exists()}
     (report,) = screen.reports
-    plain, whole = report.envelope(), html_of(report.body, named(verb))
+    places_named = named(verb, hint=HINT in pairs)
+    plain, whole = report.envelope(), html_of(report.body, places_named)
     for option in _FILES:  # where it was written is the page's own affair
         plain["inputs"] |= {option: None} if option in plain["inputs"] else {}
     return Answered(
@@ -154,7 +155,7 @@ def _answered(verb: str, pairs: Pairs, screen: _Screen) -> Answered:
         pairs=pairs,
         envelope=plain | {k: v for k, v in report.envelope(explain=screen.explained).items() if k not in plain},
         keys=tuple(plain),
-        short=html_of(report.brief, named(verb)) if report.brief else whole,
+        short=html_of(report.brief, places_named) if report.brief else whole,
         whole=whole,
         reasons=report.reasons,
         next_steps=report.next_steps,

@@ -128,7 +128,7 @@ def table(
     for row, note in zip_longest(rows, notes, fillvalue=""):
         lines += Markup("<tr>{}</tr>").format(_cells(row, right, named, facts=not head))
         if note:
-            lines += Markup('<tr class="note"><td colspan="{}">{}</td></tr>').format(len(row), note)
+            lines += Markup('<tr class="note"><td colspan="{}"><span>{}</span></td></tr>').format(len(row), note)
     caption = Markup("<caption>{}</caption>").format(title) if title else ""
     region = Markup('<div class="scroll" tabindex="0" role="group" aria-label="{}">').format(title or "table")
     return region + Markup("<table>{}{}<tbody>{}</tbody></table></div>").format(caption, _head(head, right), lines)
@@ -149,7 +149,7 @@ def _cells(row: Sequence[str | Markup], right: Sequence[bool], named: Named, *, 
     for number, (cell, flush) in enumerate(zip(row, right, strict=True)):
         text = cell if isinstance(cell, Markup) else Markup("<br>").join(escape(s) for s in cell.strip().split("\n"))
         if number == 0 and cell in named:
-            text = Markup('<a href="{}">{}</a>').format(named[cell], text)
+            text = Markup('<a href="{}">{}</a>').format(named[cell], text.replace(".", Markup(".<wbr>")))
         mark = Markup('<th scope="row"{}>{}</th>') if facts and number == 0 and text else Markup("<td{}>{}</td>")
         out += mark.format(_class(flush), text)
     return out

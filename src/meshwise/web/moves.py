@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwise.book import catalog_constants, problems
 from meshwise.core.errors import MeshwiseError
 from meshwise.hardware import parse_cluster
 from meshwise.web.answers import Answered
@@ -85,6 +86,44 @@ def _served(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
         if prefill["chunk_tokens"] is not None:
             layout["chunk"] = str(prefill["chunk_tokens"])
         yield words, layout
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The ways in which an answer can be shown.
+
+    Args:
+        words: what is chosen.
+        ways: text -> link.
+        own: the text of the one that is shown.
+    """
+
+    words: str
+    ways: Mapping[str, str]
+    own: str
+
+
+def choices(answered: Answered) -> list[Choice]:
+    """Of problems of the book: with answers or with hints alone; with the constants of the book or the catalog."""
+    data = answered.envelope
+    if answered.verb != "book" or data is None or "errata" in data:
+        return []
+    inputs, one = data["inputs"], "id" in data
+    words = ("the answer, worked", "the question, with a hint") if one else ("answers", "questions")
+    shown: dict[str, str | None] = dict(zip(words, (None, "yes"), strict=True))
+    found = [_choice(answered, "Show", "hint", shown, "yes" if inputs["hint"] else None)]
+    if one and catalog_constants(problems()[data["id"]].constants):
+        named: dict[str, str | None] = {"as the book printed them": None, "of the catalog": "catalog"}
+        own = None if inputs["constants"] == "book" else inputs["constants"]
+        found.append(_choice(answered, "Constants", "constants", named, own))
+    return found
+
+
+def _choice(answered: Answered, words: str, key: str, values: Mapping[str, str | None], own: str | None) -> Choice:
+    """One option's values: words -> its text, None where it is left out."""
+    verb, pairs = answered.verb, answered.pairs
+    ways = {text: link(verb, changed(verb, pairs, **{key: value})) for text, value in values.items()}
+    return Choice(words, ways, next(text for text, value in values.items() if value == own))
 
 
 def timeline(answered: Answered) -> str | None:

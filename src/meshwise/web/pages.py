@@ -21,7 +21,7 @@ from meshwise.web.answers import Answered
 from meshwise.web.compare import comparison
 from meshwise.web.forms import form_of
 from meshwise.web.links import Pairs, command, parse_command, parse_options, query
-from meshwise.web.moves import moves, nearest, timeline
+from meshwise.web.moves import choices, moves, nearest, timeline
 from meshwise.web.pictures import pictures
 from meshwise.web.stops import stops_of
 from meshwise.web.views import CARDS, VIEWS, View, changed, link
@@ -130,8 +130,9 @@ def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) 
         files={name: f"/files/{name}?{asking}" for name in answered.files},
         exports={tool: f"/files/{tool}?{asking}" for tool in _tools(answered)},
         drawn=pictures(answered, asked.page) if answered.envelope else "",
-        short=Markup(answered.short),  # noqa: S704  (made of escaped text by `html`)
+        short=_after_question(answered),
         whole=Markup(answered.whole) if answered.whole != answered.short else "",  # noqa: S704
+        choices=choices(answered),
         stops=stops_of(answered, asked.page),
         moves=moves(answered),
         timeline=timeline(answered),
@@ -142,6 +143,12 @@ def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) 
         form=form_of(asked.verb, asked.pairs, answered.wrong),
         layout_field=bool(asked.view.layout_verb) and asked.verb == asked.view.verb,
     )
+
+
+def _after_question(answered: Answered) -> Markup:
+    """The short form without the question of a problem, which stands above the answer."""
+    question = Markup("<p>{}</p>").format((answered.envelope or {}).get("question", ""))
+    return Markup(answered.short.replace(question, "", 1))  # noqa: S704  (made of escaped text by `html`)
 
 
 def _writes(step: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.book import problems
+from meshwise.book import catalog_constants, problems
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count
 from meshwise.models import load_model
@@ -222,20 +222,23 @@ _FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 
 def _book(answered: Answered, data: _Json) -> Iterator[Stops]:
     """Of a problem each number of its question; whole numbers stay whole."""
-    if "given" not in data:
+    if "given" not in data or data["inputs"]["hint"]:
         return
     changes, problem = dict(data["inputs"]["changes"]), problems()[data["id"]]
-    for name, printed in {**problem.given, **problem.constants}.items():
-        if isinstance(printed, bool) or not isinstance(printed, int | float) or not printed:
+    printed = {**problem.given, **problem.constants}
+    if data["inputs"]["constants"] == "catalog":
+        printed |= catalog_constants(problem.constants)
+    for name, base in printed.items():
+        if isinstance(base, bool) or not isinstance(base, int | float) or not base:
             continue
-        numbers = {printed * factor for factor in _FACTORS}
-        if isinstance(printed, int) or printed == int(printed) < _WHOLE:
+        numbers = {base * factor for factor in _FACTORS}
+        if isinstance(base, int) or base == int(base) < _WHOLE:
             numbers = {n for n in numbers if n == int(n)}
-        own = float(changes.get(name, printed)) if _is_number(changes.get(name, "0")) else printed
+        own = float(changes.get(name, base)) if _is_number(changes.get(name, "0")) else base
         values = {}
         for number in sorted({*numbers, own}):
             new = {key: text for key, text in changes.items() if key != name}
-            new |= {} if number == printed else {name: _plain(number)}
+            new |= {} if number == base else {name: _plain(number)}
             asked = ",".join(f"{key}={text}" for key, text in new.items()) or None
             values[_plain(number)] = link("book", changed("book", answered.pairs, set=asked, answer=None))
         yield Stops(name, values, _plain(own))

@@ -167,6 +167,9 @@ VIEWS: Mapping[str, View] = {
 #: Verb -> the view that shows it.
 VIEW_OF: Mapping[str, View] = {verb: view for view in VIEWS.values() for verb in view.verbs}
 
+#: The pair with which a problem's answer is not shown.
+HINT = ("hint", "yes")
+
 #: Views of the start page's cards.
 CARDS = ("train", "serve", "roofline", "shard")
 
@@ -200,12 +203,12 @@ def link(verb: str, pairs: Pairs) -> str:
 
 
 @cache
-def named(verb: str) -> Mapping[str, str]:
-    """What a verb's tables name in their first column -> the link that shows it."""
+def named(verb: str, *, hint: bool = False) -> Mapping[str, str]:
+    """What a verb's tables name in their first column -> the link that shows it; questions with a hint stay so."""
     match verb:
         case "book":
             known = (*CHAPTERS, *(p.id.rsplit(".", 1)[0] for p in problems().values()), *problems())
-            return {name: link(verb, (("problem", name),)) for name in known}
+            return {name: link(verb, (("problem", name), *((HINT,) if hint else ()))) for name in known}
         case "rule":
             return {name: link(verb, (("name", name),)) for name in RULES}
         case "models":
