@@ -10,6 +10,7 @@ from meshwise.commands.serve import ServeRequest, _asked
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.machine import FEW_ROWS, machine_document
+from meshwise.engine.launch import Launched
 from meshwise.exports.serving import check_served_by
 from meshwise.runtime.steps import Bucket
 from meshwise.scheduling import Scheduling
@@ -41,13 +42,31 @@ def test_a_plan_for_our_own_engine_is_one_that_it_takes(tmp_path):
     [
         ("tensor=4,stage=2", {}, "stage=2: its engine splits over tensor alone"),
         ("tensor=4,cache=2,cache_split=sequence", {}, "cache=2: its engine splits over tensor alone"),
-        ("tensor=8", {"precision": "fp8"}, "it keeps weights as wide as activations"),
+        ("tensor=8", {"precision": "fp8"}, "it holds no weights so; nearest: one of weights=int8,compute=bf16"),
+        ("tensor=8", {"precision": "weights=int8,head=int8"}, "it holds embedding and head as wide as activations"),
         ("tensor=8", {"draft_tokens": 3, "acceptance": 0.7}, "it does not speculate"),
     ],
 )
 def test_what_it_cannot_run_is_refused_by_name(layout, more, words):
     with pytest.raises(MeshwiseError, match=words):
         meshwise.estimate_serve("llama-3-70b", **JOB, batch=16, layout=layout, tool="meshwise", **more)
+
+
+@pytest.mark.parametrize(("precision", "form"), [("int8-weights", DType.INT8), ("weights=fp8", DType.FP8)])
+def test_a_plan_of_narrow_weights_is_served_so(tmp_path, precision, form):
+    found = meshwise.plan_serve("llama-3-70b", **JOB, precision=precision, tool="meshwise")
+    file = tmp_path / "plan.json"
+    file.write_text(ServingPlan(found.problem, found.plans[0]).to_json())
+    asked = _asked(ServeRequest(model=str(file)), lambda _: None)
+    assert asked.narrow is form
+    executor = SimpleNamespace(buckets=[Bucket(1, 0, 1)])
+    made = Launched((executor,), Scheduling(max_batch=8), 64, 128, "8 x H100", "jax", DType.BF16)
+    wide, narrow = (asked.predicted(replace(made, narrow=n)).tokens_seconds(1) for n in (None, form))
+    fewer = 80 * 8192 * (2 * 64 * 128 + 2 * 8 * 128 + 3 * 28672) / asked.layout.tensor  # bytes a chip
+    saved = (wide - narrow) * asked.cluster.chip.hbm_bandwidth
+    assert 0.75 * fewer < saved < 1.5 * fewer, "kernels reach less than the memory's rate, those that widen least"
+    with pytest.raises(MeshwiseError, match="it holds experts' weights as wide as activations"):
+        meshwise.plan_serve("mixtral-8x7b", **JOB, precision=precision, tool="meshwise")
 
 
 def test_steps_are_predicted_in_the_format_that_runs_and_in_its_buckets(tmp_path):
@@ -63,7 +82,7 @@ def test_steps_are_predicted_in_the_format_that_runs_and_in_its_buckets(tmp_path
     costs = {}
     for dtype in (DType.BF16, DType.FP32):
         executor = SimpleNamespace(buckets=buckets)
-        made = SimpleNamespace(dtype=dtype, executor=executor, longest=128, scheduling=Scheduling(max_batch=8))
+        made = Launched((executor,), Scheduling(max_batch=8), 64, 128, "a machine", "jax", dtype)
         of_plan, of_file = (
             _asked(ServeRequest(model=model, cluster=given), print).predicted(made)
             for model, given in ((str(plan), None), (SMALL, str(file)))
@@ -74,6 +93,8 @@ def test_steps_are_predicted_in_the_format_that_runs_and_in_its_buckets(tmp_path
     read = costs[DType.FP32].attention[0].seconds_per_cached_token
     assert read == pytest.approx(2 * 2 * 2 * 16 * 4 / 1e9)  # keys and values of two heads in two layers, at 1 GB/s
     assert costs[DType.BF16].token_seconds != costs[DType.FP32].token_seconds
+    asked = _asked(ServeRequest(model=SMALL, cluster=str(file)), print)
+    assert asked.predicted(replace(made, narrow=DType.INT8)) is None, "nothing was measured of narrow weights there"
 
 
 def test_nothing_predicts_twice(tmp_path):

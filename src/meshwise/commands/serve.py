@@ -26,7 +26,7 @@ from meshwise.commands.simulate_serve import Seconds, read_engine_costs
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, MissingDependencyError
 from meshwise.core.units import Quantity, format_bytes, parse_bytes
-from meshwise.costs.calibration import Calibration
+from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.costs.engine import EngineCosts
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.problem import ServingProblem
@@ -58,7 +58,7 @@ class ServeRequest(Request):
 
     positional = ("model",)
     sections: ClassVar = {
-        "Model": ("weights", "tokenizer", "dtype", "tensor", "replicas"),
+        "Model": ("weights", "tokenizer", "dtype", "quantization", "tensor", "replicas"),
         "Endpoint": ("host", "port", "api_key", "name"),
         "Engine": ("max_batch", "max_len", "max_step_tokens", "policy", "prefix_cache", "routing", "cache_memory"),
     }
@@ -72,6 +72,9 @@ class ServeRequest(Request):
     """Its tokenizer.json; by default the one beside the weights, or in the GGUF file."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Format of weights, activations and cache; by default fp32 on a CPU, else bf16."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """Hold the weights of the layers' projections in int8 or fp8, a scale a column, made as they are read; they are
+    multiplied as wide as activations are. By default as a plan says, else not."""
     tensor: int = Field(default=1, ge=1, le=512)
     """Devices that split heads and widths; a plan says it."""
     replicas: int | None = Field(default=None, ge=1, le=512)
@@ -136,6 +139,7 @@ class _Asked:
         model, layout: see there.
         planned: limits that a plan sets.
         replicas: that a plan has.
+        narrow: format of the layers' projections in a plan, where it is not that of activations.
         costs: of steps, as they were given.
         cluster, calibration: for which steps are predicted otherwise; None where nothing predicts.
     """
@@ -144,12 +148,16 @@ class _Asked:
     layout: Layout
     planned: Mapping[str, Any] = field(default_factory=dict)
     replicas: int = 1
+    narrow: DType | None = None
     costs: EngineCosts | None = None
     cluster: Cluster | None = None
     calibration: Calibration | None = None
 
     def predicted(self, made: Launched) -> EngineCosts | None:
-        """Costs of the steps that run: in their format, filled up to the engine's buckets."""
+        """Costs of the steps that run: in their format, filled up to the engine's buckets.
+
+        None where nothing predicts, also where `bench machine` measured products of wide weights alone.
+        """
         from meshwise.engine.measured import rounded  # noqa: PLC0415 -- an optional extra
 
         buckets = made.executor.buckets
@@ -158,8 +166,10 @@ class _Asked:
             return rounded(self.costs.replace(block_tokens=made.executor.model.page_tokens), sizes)
         if self.cluster is None or self.calibration is None:
             return None
+        if made.narrow is not None and default_calibration(self.cluster.chip).name == "cpu":
+            return None
         prompt = max(made.longest // 2, 1)
-        load = ServingLoad(prompt=prompt, output=made.longest - prompt, precision=made.dtype.value)
+        load = ServingLoad(prompt=prompt, output=made.longest - prompt, precision=made.precision)
         layout = ServingLayout(tensor=self.layout.tensor)
         setup = ServingSetup("aggregated", layout, layout, made.scheduling.max_batch)
         problem = ServingProblem(self.model, load, self.cluster, self.calibration)
@@ -180,7 +190,7 @@ def _asked(request: ServeRequest, say: Tell) -> _Asked:
     calibration = None if cluster is None else find_serving_calibration("operations", cluster.chip)
     if kind_of_plan(request.model) is None:
         layout = Layout(tensor=request.tensor)
-        return _Asked(load_model(request.model), layout, {}, 1, costs, cluster, calibration)
+        return _Asked(load_model(request.model), layout, costs=costs, cluster=cluster, calibration=calibration)
     plan = read_plan(request.model, ServingPlan)
     check_served_by("meshwise", plan)
     system = simulator_setup(plan.problem, plan.setup)
@@ -190,7 +200,9 @@ def _asked(request: ServeRequest, say: Tell) -> _Asked:
     limits = {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
     problem, layout = plan.problem, Layout(tensor=plan.setup.decode.tensor)
     cluster, calibration = cluster or problem.cluster, calibration or problem.calibration
-    return _Asked(problem.model, layout, limits, system.replicas, costs, cluster, calibration)
+    formats = problem.load.formats
+    narrow = None if formats.weights is formats.activations else formats.weights
+    return _Asked(problem.model, layout, limits, system.replicas, narrow, costs, cluster, calibration)
 
 
 @verb(ServeRequest)
@@ -304,6 +316,7 @@ def _launched(request: ServeRequest, asked: _Asked, *, progress: Tell, say: Tell
         progress=progress,
         say=say,
         replicas=request.replicas or asked.replicas,
+        narrow=asked.narrow if request.quantization is None else DType(request.quantization),
     )
 
 

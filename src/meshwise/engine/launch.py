@@ -64,6 +64,7 @@ class Launched:
         longest: tokens of a request.
         hardware, software: of the devices, in words.
         dtype: of weights, activations and cache.
+        narrow: of the layers' projections; None: as `dtype`.
     """
 
     executors: tuple[JaxExecutor, ...]
@@ -73,6 +74,13 @@ class Launched:
     hardware: str
     software: str
     dtype: DType
+    narrow: DType | None = None
+
+    @property
+    def precision(self) -> str:
+        """Formats by role, as plans of serving take them."""
+        wide = self.dtype.value
+        return f"weights={(self.narrow or self.dtype).value},activations={wide},kv={wide},compute={wide},head={wide}"
 
     @property
     def executor(self) -> JaxExecutor:
@@ -101,6 +109,7 @@ def launch(
     progress: Callable[[str], None],
     say: Callable[[str], None],
     replicas: int = 1,
+    narrow: DType | None = None,
 ) -> Launched:
     """Bring up engines' parts.
 
@@ -115,6 +124,7 @@ def launch(
         progress: told a line now and then.
         say: told what is to be known of the devices.
         replicas: engines, each on devices of its own.
+        narrow: format of the layers' projections; None: as `dtype`.
 
     Raises:
         MeshwiseError: a model, a layout or weights that cannot be served; other devices than needed.
@@ -124,6 +134,8 @@ def launch(
     first = groups[0][0]
     on_cpu = first.platform == "cpu"
     chosen = dtype or (DType.FP32 if on_cpu else DType.BF16)
+    if narrow is not None and on_cpu:
+        say(f"--quantization {narrow.value}: a CPU widens such weights in each step: less memory, more time")
     published = None if weights is None else find_weights(weights, model)
     scheduling = Scheduling(
         limits.policy,
@@ -134,11 +146,12 @@ def launch(
     longest = _longest(model, limits.max_len)
     executors = []
     with in_words():
-        probe = paged_model(model, layout, groups[0], pages=1, page_tokens=BLOCK_TOKENS, dtype=chosen)
+        form = partial(paged_model, model, layout, page_tokens=BLOCK_TOKENS, dtype=chosen, narrow=narrow)
+        probe = form(groups[0], pages=1)
         cache = None if limits.cache_bytes is None else limits.cache_bytes / replicas
         blocks = _blocks(probe, scheduling, longest, cache, groups[0])
         for number, devices in enumerate(groups, 1):
-            made = paged_model(model, layout, devices, pages=blocks, page_tokens=BLOCK_TOKENS, dtype=chosen)
+            made = form(devices, pages=blocks)
             if on_cpu and len(devices) == 1:
                 made = LayeredModel.of(made)
             own = "" if replicas == 1 else f"replica {number} of {replicas}: "
@@ -147,7 +160,7 @@ def launch(
             told = partial(_tell, progress, own)
             executors.append(JaxExecutor(made, values, scheduling, longest, told, constrained=is_installed()))
     hardware = f"{replicas * len(groups[0]):,} x {first.device_kind}"
-    return Launched(tuple(executors), scheduling, blocks, longest, hardware, software_of(first), chosen)
+    return Launched(tuple(executors), scheduling, blocks, longest, hardware, software_of(first), chosen, narrow)
 
 
 def _tell(progress: Callable[[str], None], own: str, words: str) -> None:

@@ -18,6 +18,7 @@ from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.kernels.masks import Masks
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
+from meshwise.runtime.narrow import Narrow
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.paged import attend_paged
 from meshwise.runtime.products import PlacedProducts, multiply
@@ -47,6 +48,9 @@ class _Walk:
         if t.kind is Kind.INDEX or wanted == self.held[t.name]:
             return self.arrays[t.name]
         held = self.held[t.name]
+        if isinstance(self.arrays[t.name], Narrow):
+            assert self.placement.spec(held) == self.placement.spec(wanted), "engines hold weights where they are read"
+            return self.arrays[t.name]
         if (t.name, wanted) not in self.copies:
             back = self.placement.reduced(t.axes) if t.kind is Kind.WEIGHT else held
             moved = self.placement.move(self.arrays[t.name], held, wanted, back)
@@ -118,7 +122,10 @@ class _Walk:
 
     def _compute(self, op: Op, inputs: list[jax.Array], splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         if isinstance(op, Einsum):
-            return multiply(op, inputs[0], inputs[1], self.placement, splits)
+            weight: Any = inputs[1]
+            if isinstance(weight, Narrow):
+                return weight.multiply(op, inputs[0])
+            return multiply(op, inputs[0], weight, self.placement, splits)
         inputs = [plain(x) for x in inputs]
         if op.name == "top_k":
             return self._choose(op, inputs, splits)
@@ -187,6 +194,8 @@ def _rings(block: Block, placement: Placement, around: Surroundings) -> dict[str
 
 def _cast(w: Any, dtype: Any) -> Any:
     """Bring a weight to the format in which it is multiplied; its gradient stays as wide as it is."""
+    if isinstance(w, Narrow):
+        return w  # as it is read
     return Watched(w.value.astype(dtype), w.sink) if isinstance(w, Watched) else w.astype(dtype)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -26,8 +26,10 @@ from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.layers import Stack, carry_caches
 from meshwise.runtime.loop import in_words
+from meshwise.runtime.narrow import abstract_narrow, narrow
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import (
+    Order,
     Parameter,
     Tree,
     describe_parameters,
@@ -56,28 +58,52 @@ class Decoder:
         stack: the model as it is executed.
         parameters: by run and name.
         dtype: of weights, activations and cache.
+        narrow: of `narrow.FORMATS`, in which the layers' projections are held; None: as `dtype`.
     """
 
     stack: Stack
     parameters: Mapping[str, Mapping[str, Parameter]]
     dtype: Any
+    narrow: DType | None = field(default=None, kw_only=True)
 
     @cached_property
     def abstract_weights(self) -> Tree:
-        """Shapes, formats and shardings of the weights, by run and name."""
+        """Shapes, formats and shardings of the weights, by run and name; projections may be `Narrow`."""
+        return jax.tree.map(self._abstract, self.parameters)
+
+    def _abstract(self, parameter: Parameter) -> Any:
         placement = self.stack.placement
-        return jax.tree.map(lambda p: p.abstract(placement, "weights", self.dtype), self.parameters)
+        if self.narrow is not None and parameter.summed:
+            return abstract_narrow(parameter, placement, self.narrow)
+        return parameter.abstract(placement, "weights", self.dtype)
+
+    def _held(self, wide: jax.Array, parameter: Parameter) -> Any:
+        """A weight in the format in which it is held."""
+        return narrow(wide, parameter, self.narrow) if self.narrow is not None and parameter.summed else wide
 
     def load(self, published: LoadableWeights) -> Tree:
         """Read weights from published files or a saved step, each where it is held."""
         order = layer_order(self.stack.segments, self.parameters)
-        return published.load(self.parameters, order, self.abstract_weights)
+        if self.narrow is None:
+            return published.load(self.parameters, order, self.abstract_weights)
+        return jax.tree.map_with_path(partial(self._load_one, published, order), self.parameters)
+
+    def _load_one(self, published: LoadableWeights, order: Order, path: Any, parameter: Parameter) -> Any:
+        """Read a weight alone, so that no other is there in its wide format."""
+        key, name = (part.key for part in path)
+        abstract = parameter.abstract(self.stack.placement, "weights", self.dtype)
+        wide = published.load({key: {name: parameter}}, order, {key: {name: abstract}})[key][name]
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights[key][name])
+        return jax.jit(lambda w: self._held(w, parameter), out_shardings=shardings)(wide)
 
     def initial_weights(self, seed: int) -> Tree:
         """Draw weights, as `TrainStep.initial_state` does."""
+
+        def draw(seed: jax.Array) -> Tree:
+            return jax.tree.map(self._held, initial_values(self.parameters, seed, self.dtype), self.parameters)
+
         shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
-        draw = jax.jit(lambda s: initial_values(self.parameters, s, self.dtype), out_shardings=shardings)
-        return dict(draw(seed))
+        return dict(jax.jit(draw, out_shardings=shardings)(seed))
 
 
 @dataclass(frozen=True)

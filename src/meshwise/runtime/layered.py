@@ -59,12 +59,13 @@ class LayeredModel(PagedModel):
         for key in {run.key for run, _ in self._order}:
             own = weights.pop(key)
             for name in list(own):
-                stack = self.parameters[key][name].stack
-                held = np.asarray(own.pop(name))
-                held = held.reshape(-1, *held.shape[len(stack) :])
+                stacked = len(self.parameters[key][name].stack)
+                held = jax.tree.map(np.asarray, own.pop(name))
+                held = jax.tree.map(lambda a, n=stacked: a.reshape(-1, *a.shape[n:]), held)
                 for place, (run, number) in enumerate(self._order):
                     if run.key == key:
-                        layers[place][name] = jnp.array(held[number], device=self._device)
+                        one = jax.tree.map(lambda a, n=number: jnp.array(a[n], device=self._device), held)
+                        layers[place][name] = one
         return {"ends": weights, "layers": layers}
 
     def empty_pool(self) -> Any:
@@ -102,9 +103,11 @@ class LayeredModel(PagedModel):
 
         return step
 
-    def _of_one(self, run: Run, name: str) -> jax.ShapeDtypeStruct:
-        parameter = self.parameters[run.key][name]
-        return jax.ShapeDtypeStruct(parameter.shape[len(parameter.stack) :], self.dtype)
+    def _of_one(self, run: Run, name: str) -> Any:
+        stacked = len(self.parameters[run.key][name].stack)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[stacked:], a.dtype), self.abstract_weights[run.key][name]
+        )
 
     def _embed(self, ends: Tree, arrays: StepArrays) -> jax.Array:
         return self.stack.embed(ends, arrays.tokens[None], arrays.positions)

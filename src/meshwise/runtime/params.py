@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Block, Einsum, Lookup, Program, Tensor
+from meshwise.jobs.precision import is_projection
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
@@ -129,6 +130,7 @@ class Parameter:
         shape: of all, stack first.
         scale: standard deviation of the initial values; 0 for constants.
         constant: initial value where `scale` is 0.
+        summed: of a layer's projections, the dimensions that products sum over, stack not counted.
     """
 
     tensor: Tensor
@@ -137,6 +139,7 @@ class Parameter:
     scale: float
     constant: float = 0.0
     staged: bool = False
+    summed: tuple[int, ...] = ()
 
     def abstract(self, placement: Placement, part: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """The array that holds it, without values."""
@@ -176,7 +179,8 @@ def describe_parameters(
     def one(t: Tensor, key: str, block: Block, stack: tuple[int, ...]) -> Parameter:
         shape = (*stack, *(int(sizes[a]) for a in t.axes))
         scale, constant = _initial(t, block, sizes, numerics)
-        return Parameter(t, stack, shape, scale, constant, staged=key in layers and pipeline != ())
+        staged, summed = key in layers and pipeline != (), _summed(t, block)
+        return Parameter(t, stack, shape, scale, constant, staged=staged, summed=summed)
 
     return {
         key: {t.name: one(t, key, blocks[name], stack) for t in blocks[name].weights}
@@ -194,6 +198,14 @@ def _initial(t: Tensor, block: Block, sizes: Mapping[str, float], numerics: Nume
         return 0.02, 0.0
     is_norm = reader is not None and reader.name.startswith("norm.") and not t.name.endswith(".bias")
     return 0.0, 1.0 - numerics.norm_offset if is_norm else 0.0
+
+
+def _summed(t: Tensor, block: Block) -> tuple[int, ...]:
+    """Dimensions of a layer's projection that its product sums over; none of other weights."""
+    readers = [op for op in block.ops if is_projection(op) and any(i.name == t.name for i in op.inputs)]
+    if block.role != "layer" or len(readers) != 1:
+        return ()
+    return tuple(place for place, axis in enumerate(t.axes) if axis not in readers[0].output.axes)
 
 
 def zeros(abstract: Any) -> Any:

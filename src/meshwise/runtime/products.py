@@ -150,12 +150,12 @@ def _letters(axes: Iterable[str]) -> dict[str, str]:
     return {axis: chr(ord("a") + i) for i, axis in enumerate(dict.fromkeys(axes))}
 
 
-def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched) -> jax.Array:
-    """Multiply two arrays over the named axes of an operation."""
+def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched, *, wide: bool = False) -> jax.Array:
+    """Multiply two arrays over the named axes of an operation; `wide`: into fp32."""
     first, second, out = letters = _subscripts(op, op.axes)
     if isinstance(right, Watched):
         return product(letters, left, right)
-    return jnp.einsum(f"{first},{second}->{out}", left, right)
+    return jnp.einsum(f"{first},{second}->{out}", left, right, preferred_element_type=jnp.float32 if wide else None)
 
 
 def align(x: jax.Array, axes: tuple[str, ...], onto: tuple[str, ...]) -> jax.Array:

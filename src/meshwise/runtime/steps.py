@@ -34,7 +34,7 @@ from meshwise.runtime.params import (
     plan_segments,
     zeros,
 )
-from meshwise.runtime.refusals import check_even, check_model
+from meshwise.runtime.refusals import check_even, check_model, check_narrow
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
@@ -173,6 +173,7 @@ def paged_model(
     pages: int,
     page_tokens: int = 16,
     dtype: DType = DType.BF16,
+    narrow: DType | None = None,
 ) -> PagedModel:
     """Make what runs steps.
 
@@ -182,9 +183,10 @@ def paged_model(
         devices: as many as the layout has chips.
         pages, page_tokens: of the pool, and tokens of each.
         dtype: of weights, activations and cache.
+        narrow: of the layers' projections, int8 or fp8; None: as `dtype`.
 
     Raises:
-        ConfigError: for a model that is not executed, by name.
+        ConfigError: for a model that is not executed, by name; one of experts in a narrow format.
         LayoutError: for a layout with other axes, or that splits unevenly.
     """
     check_model(model)
@@ -202,5 +204,7 @@ def paged_model(
     check_even(program, placement, program.bind(batch=1, queries=1, keys=page_tokens))
     around = Surroundings(numerics, dtype_of(dtype), program.sizes, expert_dispatch="ragged")
     stack = Stack(program, around, plan_segments(numerics.order), placement, remat_policy("none"))
+    if narrow is not None:
+        check_narrow(model)
     parameters = describe_parameters(program, stack.segments, numerics)
-    return PagedModel(stack, parameters, dtype_of(dtype), pages, page_tokens)
+    return PagedModel(stack, parameters, dtype_of(dtype), pages, page_tokens, narrow=narrow)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.exports.exported import Rule
 from meshwise.exports.serving.choices import Engine, EngineRules, formats_of, whole_heads
@@ -36,6 +37,9 @@ def _no_axis(name: str) -> Rule[Engine]:
     )
 
 
+#: Weights, and operands of their products -> how they are asked for.
+_NARROW = {(w, c): f"--quantization {w.value}" for w in (DType.INT8, DType.FP8) for c in reversed(HELD)}
+
 #: What it cannot execute.
 RULES: EngineRules = (
     whole_heads(copies=False),
@@ -62,5 +66,15 @@ RULES: EngineRules = (
         lambda c: c.load.formats.activations not in HELD,
         "activations={c.load.formats.activations.value}", "it computes in bf16 or fp32", "bf16",
     ),
-    *formats_of({}, (), none="it keeps weights as wide as activations", kv="kv as activations are"),
+    Rule(
+        lambda c: not c.wide and c.mixture,
+        "weights={c.formats[0].value}", "it holds experts' weights as wide as activations",
+        "{c.load.formats.activations.value}",
+    ),
+    Rule(
+        lambda c: c.load.formats.head is not c.load.formats.activations,
+        "head={c.load.formats.head.value}", "it holds embedding and head as wide as activations",
+        "head={c.load.formats.activations.value}",
+    ),
+    *formats_of(_NARROW, (), none="it holds no weights so", kv="kv as activations are"),
 )  # fmt: skip
