@@ -65,7 +65,7 @@ def find_idle(traces: Sequence[Trace], lanes: Sequence[Lane], busy: Sequence[Bus
     longest, known = 0, False
     for lane, when, owner in zip(lanes, busy, owners, strict=True):
         weight = SECOND * len(lane.steps) * len(lanes)
-        gaps = _gaps(when.any, lane)
+        gaps = when.any.gaps_within(lane.steps.start, lane.steps.end)
         length = gaps.end - gaps.start
         long = length > SHORT
         for name, part in (("long", long), ("short", ~long)):
@@ -82,15 +82,6 @@ def find_idle(traces: Sequence[Trace], lanes: Sequence[Lane], busy: Sequence[Bus
 
 def _top(found: Sums) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(found.items(), key=lambda item: (-item[1], item[0]))[:5])
-
-
-def _gaps(busy: Intervals, lane: Lane) -> Intervals:
-    """Gaps within steps; one that goes on in the next step is cut there."""
-    parts = [busy.gaps(int(a), int(b)) for a, b in zip(lane.steps.start, lane.steps.end, strict=True)]
-    empty = np.zeros(0, dtype=np.int64)
-    return Intervals(
-        np.concatenate([empty, *(p.start for p in parts)]), np.concatenate([empty, *(p.end for p in parts)])
-    )
 
 
 def _before_and_late(lane: Lane, gaps: Intervals, after: Sums, sums: Sums, weight: float) -> bool:

@@ -78,6 +78,16 @@ class Intervals:
         ends = np.concatenate((np.maximum(self.start[inside], start), [end]))
         return Intervals.of(begins, ends)
 
+    def gaps_within(self, start: Times, end: Times) -> Intervals:
+        """What of several windows, by start, the set leaves free; a gap that reaches into the next is cut there.
+
+        >>> busy = Intervals.of(np.array([0, 6]), np.array([2, 9]))
+        >>> free = busy.gaps_within(np.array([0, 4]), np.array([4, 10]))
+        >>> free.start.tolist(), free.end.tolist()
+        ([2, 4, 9], [4, 6, 10])
+        """
+        return self.gaps(int(start[0]), int(end[-1])).intersect(Intervals(start, end))
+
     def minus(self, other: Intervals) -> Intervals:
         """What of the set is not in the other."""
         if not len(self.start) or not len(other.start):

@@ -169,19 +169,18 @@ def _long_gaps(place: int, device: DeviceTimes) -> list[_Gap]:
     numbers: dict[str, list[int]] = defaultdict(list)
     for number, kind in enumerate(lane.ops):
         numbers[kind.name].append(number)
+    steps = lane.steps
+    gaps = busy.gaps_within(steps.start, steps.end)
+    long = gaps.end - gaps.start >= LONG * SECOND
     found = []
-    for step, (begin, finish) in enumerate(zip(lane.steps.start.tolist(), lane.steps.end.tolist(), strict=True)):
-        low, high = np.searchsorted(ends, (begin, finish), side="right").tolist()
-        gaps = busy.gaps(begin, finish)
-        for start, end in zip(gaps.start.tolist(), gaps.end.tolist(), strict=True):
-            if end - start < LONG * SECOND:
-                continue
-            last = int(np.searchsorted(ends, start, side="right")) - 1
-            after = lane.ops[int(op[last])].name if last >= 0 else ""
-            if after not in runs:
-                runs[after] = np.flatnonzero(np.isin(op, numbers[after]))
-            run = int(np.searchsorted(runs[after], last) - np.searchsorted(runs[after], low))
-            found.append(_Gap(place, step, start, end, after, run, last - low, high - low, end == finish))
+    for start, end in zip(gaps.start[long].tolist(), gaps.end[long].tolist(), strict=True):
+        step = int(np.searchsorted(steps.start, start, side="right")) - 1
+        low, last, high = np.searchsorted(ends, (steps.start[step], start, steps.end[step]), side="right").tolist()
+        after = lane.ops[int(op[last - 1])].name if last else ""
+        if after not in runs:
+            runs[after] = np.flatnonzero(np.isin(op, numbers[after]))
+        run = int(np.searchsorted(runs[after], last - 1) - np.searchsorted(runs[after], low))
+        found.append(_Gap(place, step, start, end, after, run, last - low, high - low, end == steps.end[step]))
     return found
 
 
@@ -193,9 +192,9 @@ def collective_places(profile: Profile) -> Mapping[OpKind, tuple[Place, ...]]:
     for place, device in enumerate(profile.devices):
         for step, op, number, start, end, exposed in _collective_runs(device):
             key = device.lane.ops[op], number
-            row = runs.setdefault(key, np.zeros(shape))
-            first.setdefault(key, (place, start, end))
-            row[place, step] += exposed
+            if key not in runs:
+                runs[key], first[key] = np.zeros(shape), (place, start, end)
+            runs[key][place, step] += exposed
     found: dict[OpKind, list[Place]] = defaultdict(list)
     for (kind, number), row in runs.items():
         found[kind].append(Place(kind.name, False, row, first[kind, number]))
