@@ -20,7 +20,7 @@ class Diagnosis(Answer):
 
     Args:
         profile: the measured side.
-        causes: a straggler first, then what few steps have, then the costliest.
+        causes: a straggler first, then what makes few steps longer, then the costliest.
         beside: the profile beside its plan, None without one.
         comparison: with an earlier profile, None without one.
     """
