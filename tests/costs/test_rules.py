@@ -7,19 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import meshwise
-from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.formula import Formula
-from meshwise.costs.collectives import collective_time
-from meshwise.costs.fabric import Dimension, Fabric
-from meshwise.costs.network import make_group_link
 from meshwise.costs.operation import parse_operation
-from meshwise.costs.roofline import Rates, critical_size, roofline, tile_padding
 from meshwise.costs.rules import LETTERS, RULES, find_rule
-from meshwise.hardware import parse_cluster
-from meshwise.models import load_model
-from meshwise.sharding import CollectiveKind, Mesh, Sharding
 
 C = st.floats(1e13, 1e16)
 W = st.floats(1e9, 1e12)
@@ -193,108 +184,6 @@ def test_hops_are_those_of_a_walk_over_links(size, ring, data):
     assert value("axis-hops", n=size, ring=int(ring), start=start, end=end) == hops
 
 
-# The engine has these numbers too.
-
-
-def ring(size, bandwidth=4.5e10, *, wraps=True):
-    fabric = Fabric((Dimension("x", size, True, wraps, bandwidth, 0.0),))
-    return make_group_link(fabric, {"X": fabric.sizes}, ("X",))
-
-
-@given(st.sampled_from([4, 8, 16]), st.floats(1e6, 1e12))
-def test_collectives_on_a_ring_take_what_the_engine_says(n, num_bytes):
-    wire = ring(n)
-    gather = collective_time(CollectiveKind.ALL_GATHER, num_bytes, wire)
-    assert value("ring-all-gather", n=n, bytes=num_bytes, W_link=4.5e10) == pytest.approx(gather)
-    line = collective_time(CollectiveKind.ALL_GATHER, num_bytes, ring(n, wraps=False))
-    assert value("one-way-all-gather", n=n, bytes=num_bytes, W_link=4.5e10) == pytest.approx(line)
-    exchange = collective_time(CollectiveKind.ALL_TO_ALL, num_bytes, wire)
-    assert value("all-to-all", longest=n, chips=n, bytes=num_bytes, W=9e10) == pytest.approx(exchange)
-
-
-@given(st.sampled_from([2, 4, 8]), st.floats(1e6, 1e12))
-def test_collectives_in_a_node_take_what_the_engine_says(n, num_bytes):
-    fabric = Fabric.of(parse_cluster(f"h100:{n}"))
-    wire = make_group_link(fabric, {"X": fabric.sizes}, ("X",))
-    gather = collective_time(CollectiveKind.ALL_GATHER, num_bytes, wire)
-    slack = 1e-5  # of messages through switches
-    assert value("all-gather-node", n=n, bytes=num_bytes, W=4.5e11) == pytest.approx(gather, abs=slack)
-    exchange = collective_time(CollectiveKind.ALL_TO_ALL, num_bytes, wire)
-    assert value("all-to-all-node", n=n, bytes=num_bytes, W=4.5e11) == pytest.approx(exchange, abs=slack)
-
-
-@given(C, W, st.sampled_from([1, 2]))
-def test_the_critical_batch_is_the_rooflines(c, w, width):
-    weights = {1: "int8", 2: "bf16"}[width]
-    op = parse_operation(f"bf16[B, D] * {weights}[D, F] -> bf16[B, F]")
-    assert value("critical-batch", C=c, W_hbm=w, w=width) == pytest.approx(critical_size(op, "B", {}, c / w))
-
-
-SIZE = st.integers(1, 4096)
-
-
-@given(SIZE, SIZE, SIZE, C, W)
-def test_the_time_of_a_matmul_is_the_rooflines(B, D, F, c, w):
-    line = roofline(MATMUL, {"B": B, "D": D, "F": F}, Rates(c, w))
-    assert value("matmul-time", B=B, D=D, F=F, C=c, W_hbm=w) == pytest.approx(line.lower)
-
-
-@given(SIZE, SIZE, SIZE, st.integers(1, 16), st.integers(1, 16), C, W)
-def test_attention_is_the_rooflines(B, T, S, K, G, c, w):
-    sizes = {"B": B, "T": T, "S": S, "K": K, "G": G, "H": 128}
-    line = roofline(CROSS, sizes, Rates(c, w))
-    letters = {"B": B, "T": T, "S": S, "K": K, "N": K * G, "H": 128}
-    assert value("attention-time", C=c, W_hbm=w, **letters) == pytest.approx(line.lower)
-    assert value("attention-intensity", **letters) == pytest.approx(line.intensity)
-    critical = critical_size(PREFILL, "T", {"G": G}, c / w)
-    assert value("attention-prefill", C=c, W_hbm=w, N=K * G, K=K) == pytest.approx(critical)
-    # A decode step reads a cache of its own for every sequence: no batch makes it bound by arithmetic.
-    if c / w > G:
-        assert math.isinf(critical_size(CROSS, "B", {"T": 1, "G": G}, c / w))
-
-
-@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
-def test_systolic_arrays_compute_the_tiles_of_the_roofline(I, J, J2):  # noqa: E741
-    array = {"units": 4, "side": 128, "clock": 1.5e9}
-    sizes = {"B": I, "D": J, "F": J2}
-    time = value("systolic-time", I=I, J=J, J2=J2, **array)
-    peak = value("systolic", **array)
-    # Rows are not padded, and the weights stay: the roofline may keep the other operand.
-    padded = tile_padding(MATMUL, sizes, (1, 128, 128)) * 2 * I * J * J2 / peak
-    assert time >= padded * (1 - 1e-9)
-    if math.ceil(J2 / 128) * 128 * I <= math.ceil(I / 128) * 128 * J2:
-        assert time == pytest.approx(padded)
-
-
-@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b", "llama-2-13b"])
-def test_counts_are_the_models(name):
-    model = load_model(name)
-    sizes = {n: model.sizes[n] for n in "DFNKHVL"}
-    norms = model.parameters.total - value("parameters", **sizes)
-    assert 0 <= norms < 5e-5 * model.parameters.total
-    assert value("kv-bytes", **{n: sizes[n] for n in "LKH"}) == model.kv_cache_bytes_per_token(DType.BF16)
-    matmuls = model.parameters.total - model.parameters.by_part["embedding"]
-    # 12 B T^2 N H L over the tokens, causal.
-    attention = value("attention-flops", B=1, T=4096, **{n: sizes[n] for n in "NHL"}) / 4096 / 2
-    assert model.train_flops_per_token(4096) == pytest.approx(value("train-flops", P=matmuls) + attention, rel=0.002)
-
-
-@given(st.floats(1e9, 4e12))
-def test_the_smallest_slice_exists_and_the_next_smaller_does_not_hold_it(num_bytes):
-    found = meshwise.rule("smallest-slice", on="v5e", values={"bytes": num_bytes}).value
-    cluster = parse_cluster(f"v5e-{found:.0f}")
-    assert cluster.num_chips * cluster.chip.hbm_capacity >= num_bytes
-    if found > 1:
-        assert found / 2 * cluster.chip.hbm_capacity < num_bytes
-
-
-def test_blocks_are_those_of_the_sharding():
-    sharding, mesh = Sharding((("X",), (), ("Y", "Z"))), Mesh.of({"X": 4, "Y": 2, "Z": 3})
-    local = find_rule("local-shape").text(shape=[64, 30, 12], ways=[4, 1, 6])
-    assert local == "x".join(map(str, sharding.local_shape([64, 30, 12], mesh)))
-    assert value("local-bytes", shape=[64, 30, 12], ways=[4, 1, 6]) == 2 * 16 * 30 * 2
-
-
 @given(st.floats(1e6, 1e12))
 def test_what_is_pipelined_takes_as_long_as_its_slowest_part(num_bytes):
     rates = {"W_host": 1.6e10, "W_link": 4.5e10, "W_hbm": 8.2e11, "C": 1.97e14}
@@ -408,16 +297,6 @@ def test_matmul_batch_is_where_both_take_as_long(D, F, flops_per_s, hbm):
     if critical > 0:
         computing = value("compute-time", flops=2 * critical * D * F, C=flops_per_s)
         assert computing == pytest.approx(value("memory-time", bytes=2 * (critical * (D + F) + D * F), W_hbm=hbm))
-
-
-def test_caches_and_weights_are_those_of_a_served_model():
-    """As the engine counts LLaMA-3-70B."""
-    model = load_model("llama-3-70b")
-    token = model.kv_cache.bytes_per_token(DType.BF16)
-    cache = value("kv-cache", L=80, K=8, H=128, B=16, context=8192)
-    assert cache == 16 * 8192 * token
-    weights = model.parameters.total
-    assert value("serving-bytes", P=weights, w=1, B=16, context=8192, kv=token) == weights + cache
 
 
 def test_rings_over_several_axes_share_the_bytes():
