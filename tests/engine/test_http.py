@@ -152,6 +152,24 @@ def test_a_stream_with_its_usage(running):
     assert len({e["id"] for e in events}) == 1
 
 
+def test_a_stream_that_tells_its_usage_all_along(running):
+    """As guidellm asks, with its own words for the defaults."""
+    _, text = running.post(
+        "/v1/completions",
+        prompt=["w9", "w3 w4"],
+        max_tokens=3,
+        stream=True,
+        stop=None,
+        ignore_eos=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    events = [json.loads(line.removeprefix("data: ")) for line in text.decode().split("\n\n") if line[6:7] == "{"]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 6)
+    assert {event["usage"]["prompt_tokens"] for event in events} == {3}
+
+
 WRONG = {
     "no model": ({"prompt": "w1"}, 400, "model"),
     "another model": ({"model": "other", "prompt": "w1"}, 404, "model"),

@@ -15,13 +15,13 @@ _CONTEXT = 8
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text, and the tokens that it took; at the end the reason, and all tokens of the output.
+    """Some text, and the tokens that it took; at the end the reason.
 
     Args:
         text: maybe none yet.
         tokens: since the piece before.
         reason: None: there is more to come.
-        count: tokens of the output, at the end.
+        count: tokens of the output so far.
     """
 
     text: str
@@ -77,7 +77,7 @@ class TextSink:
         self.send(Piece(self._held, tuple(self._tokens), reason, self.count))
 
     def _pass_on(self, text: str) -> None:
-        self.send(Piece(text, tuple(self._tokens)))
+        self.send(Piece(text, tuple(self._tokens), count=self.count))
         self._tokens.clear()
 
 

@@ -23,8 +23,9 @@ class Answer:
         chat: whether it is one of a chat, else a completion.
         logprobs: whether they are told.
         prompt_tokens: of all prompts.
+        continuous: whether each chunk tells the usage so far.
         id, created: of the answer.
-        count: tokens of all outputs that are over.
+        counts: tokens of each choice so far, by its number.
     """
 
     model: str
@@ -32,22 +33,24 @@ class Answer:
     chat: bool
     logprobs: bool
     prompt_tokens: int
+    continuous: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    count: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
 
     @property
     def usage(self) -> dict[str, int]:
         """Tokens of prompts and outputs."""
-        whole = self.prompt_tokens + self.count
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.count, "total_tokens": whole}
+        count = sum(self.counts.values())
+        whole = self.prompt_tokens + count
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": count, "total_tokens": whole}
 
     def whole(self, outputs: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """All choices at once."""
         choices = []
         for index, pieces in enumerate(outputs):
             text, tokens = "".join(p.text for p in pieces), [t for p in pieces for t in p.tokens]
-            self.count += pieces[-1].count
+            self.counts[index] = pieces[-1].count
             said: dict[str, Any] = {"index": index, "finish_reason": pieces[-1].reason}
             said |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             choices.append({**said, "logprobs": self._logprobs(tokens)})
@@ -67,7 +70,7 @@ class Answer:
         else:
             said["text"] = piece.text
         said["logprobs"] = self._logprobs(piece.tokens)
-        self.count += piece.count
+        self.counts[index] = piece.count
         return self._chunk(said)
 
     def last_chunk(self) -> dict[str, Any]:
@@ -76,7 +79,8 @@ class Answer:
         return self._envelope([], kind) | {"usage": self.usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._envelope([choice], "chat.completion.chunk" if self.chat else "text_completion")
+        said = self._envelope([choice], "chat.completion.chunk" if self.chat else "text_completion")
+        return said | {"usage": self.usage} if self.continuous else said
 
     def _envelope(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.chat else "cmpl"

@@ -31,6 +31,7 @@ from meshwise.engine.http.protocol import (
     Detokenize,
     Generation,
     HttpError,
+    StreamOptions,
     Tokenize,
     read,
 )
@@ -198,13 +199,13 @@ class Endpoint:
         self._check_model(asked.model)
         if asked.stream_options is not None and not asked.stream:
             raise HttpError(400, "stream_options: they need stream", "stream_options")
-        told = asked.alternatives is not None
-        answer = Answer(self.settings.model, self.vocabulary, isinstance(asked, Chat), told, sum(map(len, prompts)))
+        told, usage = asked.alternatives is not None, asked.stream_options or StreamOptions()
+        own = (self.settings.model, self.vocabulary, isinstance(asked, Chat), told)
+        answer = Answer(*own, sum(map(len, prompts)), continuous=usage.continuous_usage_stats)
         stack = contextlib.AsyncExitStack()
         pieces = await stack.enter_async_context(self.service.serve(asked, prompts, count))
         if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return _Stream(self._events(answer, pieces, usage=usage), stack)
+            return _Stream(self._events(answer, pieces, usage=usage.include_usage), stack)
         async with stack:
             made = await _unless_gone(request, _gathered(pieces, len(prompts) * asked.choices))
         return Response(status_code=499) if made is None else JSONResponse(answer.whole(made))

@@ -52,9 +52,10 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=LONGEST_STO
 
 
 class StreamOptions(_Strict):
-    """How a stream is written."""
+    """How a stream is written: the usage at its end, or, as vLLM writes it, in each chunk."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(_Strict):
