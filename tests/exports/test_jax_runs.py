@@ -123,3 +123,12 @@ def test_gradients_over_microbatches_are_those_of_one_device(name):
     sharded, alone = found["loss"]
     assert sharded == pytest.approx(alone, rel=1e-5)
     assert found["error"] < 1e-2  # gradients of one microbatch are bf16
+
+
+def test_devices_of_a_chip_are_neighbours_and_share_its_sequences():
+    plan = make_plan(tiny(), "tpu7x:2x2x1", seq_len=32, precision="mixed", fsdp=2, tensor=2, micro_batch=2)
+    found = run_module(hand_over(plan, "jax").text)
+    assert found["axes"] == ["fsdp", "tensor"]
+    chips = [[0, 1], [2, 3]]
+    assert found["mesh"] == [[2 * chips[f // 2][t] + f % 2 for t in range(2)] for f in range(4)]
+    assert found["error"] < 1e-2

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.slow
 
 #: What else is asked of each job in turn: formats and models in which tools differ.
 MORE = (
+    ("llama-3-70b", "h100:64", {"batch_tokens": "4Mi", "seq_len": 8192}),
     ("llama-3-70b", "b200:64", {"precision": "nvfp4"}),
     ("qwen3-30b-a3b", "b200:32", {"precision": "mxfp8"}),
     ("gpt-3-175b", "a100:512", {"seq_len": 2048}),

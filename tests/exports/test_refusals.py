@@ -236,11 +236,16 @@ def test_experts_on_a_dense_model_are_refused():
 
 
 def test_chips_of_two_devices_share_sequences_or_are_refused():
-    with pytest.raises(HandoverError, match="JAX sees 2 devices in each"):
-        hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=8), "jax")
-    with pytest.raises(HandoverError, match="2 devices of a chip split its sequences; nearest: micro_batch=2"):
-        hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=8), "maxtext")
-    done = hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=4, tensor=2, micro_batch=2), "maxtext")
+    for tool in ("jax", "maxtext"):
+        with pytest.raises(HandoverError, match="2 devices of a chip split its sequences; nearest: micro_batch=2"):
+            hand_over(make_plan(tiny(), "tpu7x:2x2x2", fsdp=8), tool)
+    plan = make_plan(tiny(), "tpu7x:2x2x2", fsdp=4, tensor=2, micro_batch=2)
+    code = hand_over(plan, "jax").text
+    assert "AXES = {\n    'fsdp': 8,\n    'tensor': 2,\n}" in code
+    assert "FACTORS = (('fsdp', 2), ('tensor', 2), ('fsdp', 4),)" in code
+    with pytest.raises(HandoverError, match=r"fsdp on D = 64: .* is split into 128 equal parts"):
+        hand_over(make_plan(tiny(), "tpu7x:4x4x4", fsdp=64, micro_batch=2), "jax")
+    done = hand_over(plan, "maxtext")
     assert "ici_fsdp_parallelism: 8\n" in done.text
     assert "ici_tensor_sequence_parallelism: 2\n" in done.text
     assert "per_device_batch_size: 0.5\n" in done.text, "eight sequences on sixteen devices"

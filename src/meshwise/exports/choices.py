@@ -6,7 +6,7 @@ Not here: any tool's own names.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -327,12 +327,23 @@ RING_WITH_ULYSSES: Rule[Choices] = Rule(
     "context_method=gather with ulysses", "Ulysses goes with a ring only", "context_method=ring",
 )  # fmt: skip
 
-#: Of JAX.
-ONE_DEVICE_CHIPS: Rule[Choices] = Rule(
-    lambda c: c.chip.devices_per_chip > 1,
-    "chip {c.chip.title}", "JAX sees {c.chip.devices_per_chip} devices in each, and meshes are of devices",
-    "a chip with one device",
+#: Of JAX, where a chip may be several devices.
+SHARED_CHIPS: Rule[Choices] = Rule(
+    lambda c: c.layout.micro_batch % c.chip.devices_per_chip > 0,
+    "micro_batch={c.layout.micro_batch}", "JAX's {c.chip.devices_per_chip} devices of a chip split its sequences",
+    "micro_batch={c.chip.devices_per_chip}",
 )  # fmt: skip
+
+
+def shared_chips_note(choices: Choices) -> Iterator[str]:
+    """How the devices of a chip share its work, where there are several."""
+    if (devices := choices.chip.devices_per_chip) > 1:
+        yield (
+            f"JAX sees {devices} devices in a chip: they are the innermost part of the axis fsdp, and share a chip's "
+            "sequences; each gathers weights for itself, which the plan counts once a chip"
+        )
+
+
 JAX_CHIPS: Rule[Choices] = Rule(
     lambda c: c.chip.vendor == "intel", "chip {c.chip.title}", "JAX does not run on it", "--tool none"
 )

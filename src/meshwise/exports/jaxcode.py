@@ -18,15 +18,17 @@ from meshwise.core.tensors import Attention, Block, Kind, Sizes
 from meshwise.exports.choices import (
     JAX_CHIPS,
     OFFLOADS_ALL,
-    ONE_DEVICE_CHIPS,
+    SHARED_CHIPS,
     XLA_OVERLAP,
     Choices,
     commented,
     header_lines,
+    shared_chips_note,
     xla_note,
 )
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.sharding import Mesh, Sharding
+from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.remat import remat_policy
@@ -294,9 +296,15 @@ def _splits(choices: Choices) -> Iterator[tuple[str, str, int, str, Any]]:
                 if axis != "B" and size is not None and split:
                     first.setdefault((size, split), (axis, held.name))
     for (size, split), (axis, name) in choices.known[key].items():
-        sizes = {a: getattr(choices.layout, a) for a in split}
+        sizes = {a: _devices(choices, a) for a in split}
         over = " x ".join(a for a, n in sizes.items() if np.any(n > 1))
         yield axis, over, size, name, math.prod(sizes.values())
+
+
+def _devices(choices: Choices, axis: str) -> Any:
+    """Extent of a mesh axis in devices: those of a chip are the innermost part of fsdp."""
+    chips = getattr(choices.layout, axis)
+    return chips * choices.chip.devices_per_chip if axis == "fsdp" else chips
 
 
 def _uneven(choices: Choices) -> tuple[str, str, int, str, Any]:
@@ -308,7 +316,7 @@ OVERLAP = XLA_OVERLAP
 
 #: What is no sharding.
 RULES: tuple[Rule[Choices], ...] = (
-    ONE_DEVICE_CHIPS,
+    SHARED_CHIPS,
     JAX_CHIPS,
     Rule(
         lambda c: c.layout.stage > 1,
@@ -344,10 +352,11 @@ RULES: tuple[Rule[Choices], ...] = (
 
 def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     """Write the module; refuse what is no sharding."""
-    notes = [note] if (note := xla_note(choices)) else []
+    notes = [*shared_chips_note(choices), *([note] if (note := xla_note(choices)) else [])]
     refusals.check()
     placed = placed_tensors(choices, choices.layout.micro_batch * choices.batch_ways)
-    mesh = Mesh.of({axis: choices.layout.sizes[axis] for axis in choices.layout.used_axes})
+    mesh = Mesh.of({axis: n for axis in MESH_AXES[::-1] if (n := _devices(choices, axis)) > 1})
+    devices = (("fsdp", choices.chip.devices_per_chip),) * (choices.chip.devices_per_chip > 1)
     policy = _policy(choices, notes)
     if choices.layout.offload:
         notes.append("what is offloaded is stored in pinned host memory: jax.device_put brings it to the device")
@@ -359,7 +368,7 @@ def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     values = {
         "HEADER": commented(header_lines(choices, TITLE, VERSION, notes), mark=""),
         "AXES": _mapping({a: str(n) for a, n in mesh.axes}),
-        "FACTORS": _sequence(f"({axis!r}, {extent})" for axis, extent in choices.factors),
+        "FACTORS": _sequence(f"({axis!r}, {extent})" for axis, extent in (*devices, *choices.factors)),
         "SEQUENCES": str(choices.layout.sequences),
         "SEQ_LEN": str(choices.seq_len),
         "NUM_MICROBATCHES": str(choices.layout.num_microbatches),

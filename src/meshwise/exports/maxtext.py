@@ -16,11 +16,13 @@ from meshwise.exports.choices import (
     ONE_COPY,
     REMAT_OF_ALL,
     RING_WITH_ULYSSES,
+    SHARED_CHIPS,
     XLA_OVERLAP,
     Choices,
     commented,
     exact,
     header_lines,
+    shared_chips_note,
     xla_note,
 )
 from meshwise.exports.exported import Exported, Refusals, Rule
@@ -185,11 +187,7 @@ OVERLAP = XLA_OVERLAP
 #: What the overrides cannot say.
 RULES: tuple[Rule[Choices], ...] = (
     JAX_CHIPS,
-    Rule(
-        lambda c: c.layout.micro_batch % c.chip.devices_per_chip > 0,
-        "micro_batch={c.layout.micro_batch}", "JAX's {c.chip.devices_per_chip} devices of a chip split its sequences",
-        "micro_batch={c.chip.devices_per_chip}",
-    ),
+    SHARED_CHIPS,
     Rule(
         lambda c: (not c.layout.sequence_parallel) & (c.layout.tensor > 1),
         "sequence_parallel=off", "between matmuls its tensor axes split positions or the residual width",
@@ -275,11 +273,7 @@ def maxtext(choices: Choices, refusals: Refusals) -> Exported:
     placed = "; ".join(f"{axis} on {where}" for axis, where in choices.placements)
     if placed:
         notes.append(f"JAX chooses where the axes lie inside a slice; the plan counts on {placed}")
-    if (devices := choices.chip.devices_per_chip) > 1:
-        notes.append(
-            f"JAX sees {devices} devices in a chip: they are the innermost part of the axis fsdp, and share a chip's "
-            "sequences; each gathers weights for itself, which the plan counts once a chip"
-        )
+    notes += shared_chips_note(choices)
     if options := xla_note(choices):
         notes.append(options)
     groups: dict[str, Mapping[str, Any]] = {
