@@ -77,7 +77,7 @@ def test_no_tool_is_claimed_for_chips_that_it_does_not_run_on(on, tools):
     best = meshwise.plan_train("llama-3-8b", on=on, batch_tokens="512Ki", seq_len=4096).plans[0]
     assert [tool.name for tool in tools_for(best.problem)] == tools
     assert set(runs_in(best)) <= set(tools)
-    with pytest.raises(HandoverError, match="chip Gaudi 3: JAX does not run on it|it runs on chips of google"):
+    with pytest.raises(HandoverError, match=r"JAX does not run on it|it runs on chips of google"):
         meshwise.export(best, to="maxtext" if tools else "jax")
 
 
