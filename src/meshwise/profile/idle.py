@@ -89,7 +89,7 @@ def _before_and_late(lane: Lane, gaps: Intervals, after: Sums, sums: Sums, weigh
     start = np.concatenate([s.start for s in lane.device.streams])
     end, op = np.concatenate([s.end for s in lane.device.streams]), np.concatenate([s.op for s in lane.device.streams])
     launch = np.concatenate([s.launch for s in lane.device.streams])
-    inside = (start >= lane.steps.start[0]) & (start < lane.steps.end[-1])
+    inside = lane.steps.at(start) >= 0
     sums["ops"] += float(inside.sum()) * SECOND / weight
     ends, starts = np.argsort(end, kind="stable"), np.argsort(start, kind="stable")
     before = np.searchsorted(end[ends], gaps.start, side="right") - 1

@@ -80,8 +80,7 @@ def _device_times(lane: Lane, busy: Busy) -> np.ndarray:
     computes = np.array([op.activity in (Activity.COMPUTE, Activity.CONTROL) for op in lane.ops], dtype=bool)
     total = np.zeros((number, 4))
     for stream in lane.device.streams:
-        place = np.searchsorted(steps.start, stream.start, side="right") - 1
-        inside = (place >= 0) & (stream.start < steps.end[np.maximum(place, 0)])
+        inside = steps.at(stream.start) >= 0
         if not inside.any():
             continue
         op, own = stream.op[inside], self_time(stream)[inside]

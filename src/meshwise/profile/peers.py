@@ -52,7 +52,7 @@ def _computing(device: DeviceTimes) -> dict[OpKind, tuple[float, float]]:
     computes = np.array([op.activity == Activity.COMPUTE for op in lane.ops], dtype=bool)
     runs, length = np.zeros(len(lane.ops)), np.zeros(len(lane.ops))
     for stream in lane.device.streams:
-        inside = (stream.start >= lane.steps.start[0]) & (stream.start < lane.steps.end[-1]) & computes[stream.op]
+        inside = (lane.steps.at(stream.start) >= 0) & computes[stream.op]
         runs += np.bincount(stream.op[inside], minlength=len(runs))
         length += np.bincount(stream.op[inside], weights=stream.duration[inside], minlength=len(runs))
     number = len(lane.steps)

@@ -207,8 +207,8 @@ def _collective_runs(device: DeviceTimes) -> Iterator[tuple[int, int, int, int, 
     sends = np.array([op.activity == Activity.COLLECTIVE for op in lane.ops], dtype=bool)
     rows = []
     for stream in lane.device.streams:
-        step = np.searchsorted(lane.steps.start, stream.start, side="right") - 1
-        inside = sends[stream.op] & (step >= 0) & (stream.start < lane.steps.end[np.maximum(step, 0)])
+        step = lane.steps.at(stream.start)
+        inside = sends[stream.op] & (step >= 0)
         exposed = free.within(stream.start[inside], stream.end[inside])
         columns = (stream.start[inside], stream.end[inside], step[inside], stream.op[inside], exposed)
         rows += list(zip(*(c.tolist() for c in columns), strict=True))

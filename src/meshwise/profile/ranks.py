@@ -113,8 +113,8 @@ def _collectives(place: int, lane: Lane) -> list[tuple[Hashable, _Run]]:
     rows = []
     for stream in lane.device.streams:
         chosen = activity[stream.op] & (stream.duration > 0)
-        step = np.searchsorted(steps.start, stream.start, side="right") - 1
-        inside = chosen & (step >= 0) & (stream.start < steps.end[np.maximum(step, 0)])
+        step = steps.at(stream.start)
+        inside = chosen & (step >= 0)
         columns = (stream.start[inside], stream.duration[inside], stream.op[inside], step[inside])
         rows += list(zip(*(c.tolist() for c in columns), strict=True))
     seen: Counter[Hashable] = Counter()

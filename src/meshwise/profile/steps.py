@@ -24,6 +24,15 @@ _MARKED = (
     re.compile(r"(step\[|decode|prefill|forward_batch|iteration).*", re.IGNORECASE),
     re.compile(r"execute_.*"),
 )
+#: Kinds of steps that a server's markers tell apart: vLLM's say how many requests are prefilled and decoded.
+_KINDS = tuple(
+    (re.compile(rf"execute_.*({vllm}).*|(step\[)?({sglang}).*", re.IGNORECASE), kind)
+    for kind, vllm, sglang in (
+        ("decode", r"context_0\(.*generation_[1-9]|new_0_cached_[1-9]", "decode"),
+        ("prefill", r"context_[1-9].*generation_0\(|new_[1-9]\d*_cached_0", "prefill|extend"),
+        ("mixed", r"context_[1-9].*generation_[1-9]|new_[1-9]\d*_cached_[1-9]", "mixed"),
+    )
+)
 #: A first step longer than the median of the others by this factor was no steady one. Profilers that warm up by
 #: themselves (markers of Kineto) are believed more.
 _WARM_UP, _WARM_UP_MARKED = 1.05, 2.0
@@ -55,6 +64,12 @@ class Steps:
         """Of each step."""
         return self.end - self.start
 
+    def at(self, times: Times) -> Times:
+        """The step of each time, -1 where there is none."""
+        place = np.searchsorted(self.start, times, side="right") - 1
+        found: Times = np.where(times < self.end[np.maximum(place, 0)], place, -1)
+        return found
+
 
 def find_steps(trace: Trace, place: int, pattern: str | None = None) -> Steps:
     """Find the steps of a trace's device.
@@ -74,7 +89,7 @@ def find_steps(trace: Trace, place: int, pattern: str | None = None) -> Steps:
     for marked in _MARKED:
         steps = _marked(device, [m for m in trace.markers if marked.fullmatch(m.name)], place)
         if steps is not None:
-            return _steady(device, steps, _WARM_UP_MARKED if trace.format == "kineto" else _WARM_UP)
+            return _steady(device, _of_one_kind(steps), _WARM_UP_MARKED if trace.format == "kineto" else _WARM_UP)
     steps = _by_runs(trace, device) or _by_period(device)
     return _steady(device, steps, _WARM_UP) if steps else _whole(device)
 
@@ -149,6 +164,20 @@ def _by_launch(device: Device, markers: Sequence[Marker]) -> Steps | None:
     how = f"by {len(begins)} marker{'s' if len(begins) > 1 else ''} {family[:40]}"
     ends = np.append(sorted_begins[1:], max(last, int(sorted_begins[-1])))
     return Steps(sorted_begins, ends, tuple(names[n] for n in order), how)
+
+
+def _of_one_kind(steps: Steps) -> Steps:
+    """Of a server's steps those of one kind: decoding, say. Of several, that on which most time is spent."""
+    kinds = [next((kind for pattern, kind in _KINDS if pattern.fullmatch(name)), "") for name in steps.names]
+    spent = {kind: sum(d for d, k in zip(steps.duration.tolist(), kinds, strict=True) if k == kind) for kind in kinds}
+    if len(spent) == 1:
+        return steps
+    most = max(sorted(spent), key=lambda kind: spent[kind])
+    kept = np.array([kind == most for kind in kinds], dtype=bool)
+    others = ", ".join(f"{kinds.count(kind)} {kind or 'other'}" for kind in sorted(spent) if kind != most)
+    names = tuple(name for name, keep in zip(steps.names, kept.tolist(), strict=True) if keep)
+    how = f"{steps.how}: {len(names)} of {most or 'no known kind'} ({others} left out; --step REGEX chooses)"
+    return Steps(steps.start[kept], steps.end[kept], names, how)
 
 
 def _columns(device: Device) -> tuple[Times, Times, Times]:

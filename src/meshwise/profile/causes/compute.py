@@ -192,7 +192,7 @@ def _chains(profile: Profile) -> Iterator[Cause]:
         elementwise = np.array([op.category in _CHAINED and not op.program for op in lane.ops], dtype=bool)
         weight += len(lane.steps)
         for stream in lane.device.streams:
-            inside = (stream.start >= lane.steps.start[0]) & (stream.start < lane.steps.end[-1])
+            inside = lane.steps.at(stream.start) >= 0
             own, length = elementwise[stream.op][inside], stream.duration[inside]
             if not own.any():
                 continue

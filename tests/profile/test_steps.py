@@ -1,0 +1,49 @@
+"""Steps of a server, whose markers tell their kinds: those of one kind are taken together."""
+
+import pytest
+
+from meshwise.profile import profile_traces
+from meshwise.profile.causes import find_causes
+from meshwise.profile.trace import Activity, Device, Marker, OpKind, StreamBuilder, Trace
+
+MS = 10**9  # picoseconds
+VLLM = {"prefill": "execute_context_1(512)_generation_0(0)", "decode": "execute_context_0(0)_generation_4(4)"}
+OLDER = {"prefill": "execute_new_1_cached_0", "decode": "execute_new_0_cached_12"}
+SGLANG = {"prefill": "step[EXTEND bs=1 toks=2048]", "decode": "step[DECODE bs=16]"}
+
+
+def served(names, kinds, lengths):
+    """A step a marker: an operation that takes so many milliseconds; launches are a millisecond ahead."""
+    ops = (OpKind("a", Activity.COMPUTE, "matmul"), OpKind("b", Activity.COMPUTE, "attention"))
+    stream, markers, now = StreamBuilder("7"), [], 2 * MS
+    for kind in kinds:
+        length = round(lengths[kind] * MS)
+        markers.append(Marker(names[kind], now - 2 * MS, MS // 2))
+        stream.add(now, length, 0, now - 2 * MS + 1)
+        stream.add(now + length, MS, 1, now - 2 * MS + 2)
+        now += length + 2 * MS
+    device = Device("GPU 0", "", None, "", (stream.build(),))
+    return Trace("server", "kineto", ops, (device,), tuple(markers))
+
+
+@pytest.mark.parametrize("names", [VLLM, OLDER, SGLANG], ids=["vllm", "older", "sglang"])
+@pytest.mark.parametrize(("prefill", "taken"), [(5, "decode"), (40, "prefill")])
+def test_prefills_and_decode_steps_are_not_averaged(names, prefill, taken):
+    kinds = ["decode", "prefill", "decode", "decode", "prefill", "decode"]
+    lengths = {"decode": 3, "prefill": prefill}
+    profile = profile_traces([served(names, kinds, lengths)])
+    steps = profile.devices[0].lane.steps
+    number, others = kinds.count(taken), 6 - kinds.count(taken)
+    assert len(steps) == number
+    assert f"{number} of {taken} ({others} " in steps.how
+    assert profile.partition_s["compute"] == pytest.approx((lengths[taken] + 1) / 1e3)
+    assert sum(profile.partition_s.values()) == profile.step_s
+    assert {t.kind.name: t.runs for t in profile.ops} == {"a": 1, "b": 1}
+    gaps = [c for c in find_causes(profile) if c.name == "host-gap"]
+    assert sum(c.seconds for c in gaps) == pytest.approx(profile.partition_s["idle"])
+
+
+def test_a_pattern_chooses_any():
+    trace = served(VLLM, ["decode", "prefill", "decode", "decode"], {"decode": 3, "prefill": 4})
+    assert len(profile_traces([trace], step="execute").devices[0].lane.steps) == 4
+    assert len(profile_traces([trace], step="context_1").devices[0].lane.steps) == 1
