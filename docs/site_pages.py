@@ -9,7 +9,7 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +211,20 @@ _MENDED = {
 
 
 def mend(app: Sphinx, exception: Exception | None) -> None:
-    """Complete the theme's pages: levels, names of landmarks, what scrolls by keys."""
-    for page in () if exception else Path(app.outdir).rglob("*.html"):
-        before = text = page.read_text(encoding="utf-8")
-        for pattern, mended in _MENDED.items():
-            text = re.sub(pattern, mended, text)
-        if text != before:
-            page.write_text(text, encoding="utf-8")
+    """Complete the theme's pages: levels, names of landmarks, what scrolls by keys. `llms.txt` links to them."""
+    if exception is not None or app.builder.format != "html":
+        return
+    for page in Path(app.outdir).rglob("*.html"):
+        _rewrite(page, _MENDED)
+    _rewrite(Path(app.outdir) / "llms.txt", {r"\.md\)": ".html)"})
+
+
+def _rewrite(file: Path, changes: Mapping[str, str]) -> None:
+    before = text = file.read_text(encoding="utf-8")
+    for pattern, replaced in changes.items():
+        text = re.sub(pattern, replaced, text)
+    if text != before:
+        file.write_text(text, encoding="utf-8")
 
 
 def missing_chapters(app: Sphinx) -> None:

@@ -110,6 +110,12 @@ def test_nothing_comes_from_elsewhere(site):
         assert not [one for pair in loaded for one in pair if one.startswith(("http:", "https:", "//"))], page
 
 
+def test_the_list_for_programs_links_to_pages_that_are_there(site):
+    links = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text(encoding="utf-8"))
+    assert len(links) > 60
+    assert [link for link in links if not (site / link).is_file()] == []
+
+
 def test_pages_for_users_stand_before_those_for_contributors(site):
     text = (site / "index.html").read_text(encoding="utf-8")
     places = [
