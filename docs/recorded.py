@@ -48,8 +48,10 @@ def recorded(problem: Problem) -> dict[str, Any]:
             values = values_of(printed)
             answers = [_answer(problem, name, v) for v in values]
             inputs[name] = {"own": values.index(printed), "values": values, "answers": answers}
-    own = _number(solve(problem).value)
-    found = {"unit": problem.unit, "answer": own, "tolerance": max(problem.tolerance, _LEAST), "inputs": inputs}
+    solution = solve(problem)
+    own = _number(solution.value)
+    found: dict[str, Any] = {"unit": problem.unit, "asks": solution.asks_for, "answer": own, "inputs": inputs}
+    found["tolerance"] = max(problem.tolerance, _LEAST)
     return found | ({} if isinstance(own, str) else {"units": units_like(problem.unit)})
 
 

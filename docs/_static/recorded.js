@@ -70,7 +70,7 @@ const solve = (place) => {
 const check = (place, problem) => {
   const form = document.createElement("form"), label = document.createElement("label");
   const field = document.createElement("input"), said = document.createElement("output");
-  const words = typeof problem.answer === "string" ? "Your answer, a word" : `Your answer, ${problem.unit}`;
+  const words = `Your answer, ${problem.asks}`;
   Object.assign(field, { type: "text", autocomplete: "off", inputMode: typeof problem.answer === "string" ? "text" : "decimal" });
   label.append(`${words} `, field);
   form.addEventListener("submit", (event) => {

@@ -83,3 +83,14 @@ def test_questions_stand_in_the_books_order():
     assert [problems()[name].heading for name in (BCRIT, "gpus.n3.time", "inference.m13.ffw")] == [
         "Question 2", "Quiz 2, question 3", "In the text",
     ]  # fmt: skip
+
+
+def test_what_is_asked_for_names_the_words_of_which_one_is_the_answer():
+    asked = {p.id: solve(p) for p in problems().values()}
+    assert asked["sharding.agquiz.small_bound"].asks_for == "a word: latency-bound or bandwidth-bound"
+    assert asked["sharding.code.localA"].asks_for == "sizes, such as 4x8"
+    for solution in asked.values():
+        if ": " in solution.asks_for:
+            assert solution.value in solution.asks_for.partition(": ")[2].split(" or ")
+        elif not isinstance(solution.value, str):
+            assert solution.asks_for == f"a number of {solution.problem.unit}"

@@ -5,6 +5,7 @@ Made of the working itself, so that it cannot say something else. Not here: the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,17 @@ def hint(method: str | Callable[..., Any], verb: Sequence[str], known: Collectio
     "The rule 'ridge': intensity from which arithmetic takes longer than moving bytes. It takes C_bf16 and W_hbm."
     """
     return " ".join(_sentences(method, verb, known))
+
+
+def words_of(method: str | Callable[..., Any]) -> list[str]:
+    """The words that an answer can be, not in the order of the working; none where they are not few.
+
+    >>> words_of("'slow' if T > 1 else 'fast'"), words_of("'no' if T > 1 else 'yes'")
+    (['slow', 'fast'], ['yes', 'no'])
+    """
+    if isinstance(method, str):
+        return sorted(set(re.findall(r"'([^']+)'", method)), reverse=True)
+    return ["yes", "no"] if (method.__doc__ or "").startswith("Whether") else []
 
 
 def _sentences(method: str | Callable[..., Any], verb: Sequence[str], known: Collection[str]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from meshwise.book.equivalents import REASONS, same_by_rule, why_no_command
-from meshwise.book.hints import hint
+from meshwise.book.hints import hint, words_of
 from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
@@ -196,10 +196,20 @@ class Solution(Answer):
     @property
     def given(self) -> str:
         """What the question gives, with units: `C_bf16=1.97e+14 FLOPs/s, ...`."""
-        units = self.problem.units
-        return ", ".join(
-            f"{name}={_shown(value)} {units.get(name, '')}".rstrip() for name, value in self.values.items()
-        )
+        units = {name: unit.partition(" (")[0] for name, unit in self.problem.units.items()}
+        values = {**self.problem.constants, **self.problem.given}.items()
+        return ", ".join(f"{name}={_shown(value)} {units.get(name, '')}".rstrip() for name, value in values)
+
+    @property
+    def asks_for(self) -> str:
+        """What an answer is: a number of a unit, sizes, or a word, of which where the working has them."""
+        unit = self.problem.unit
+        if not isinstance(self.value, str):
+            return f"a number of {unit}"
+        if unit in ("shape", "slice", "XxY"):
+            return "sizes, such as 4x8"
+        words = words_of(_method(find_problem(self.problem.id)))
+        return f"a word: {' or '.join(words)}" if words else "a word"
 
     @property
     def hint(self) -> str:
@@ -294,8 +304,10 @@ def _rows() -> Iterator[Problem]:
 @functools.cache
 def problems() -> Mapping[str, Problem]:
     """Id -> problem, in the book's order of chapters; in one those of its text, then its questions."""
-    order = list(CHAPTERS)
-    return {p.id: p for p in sorted(_rows(), key=lambda p: (order.index(p.chapter), p.place))}
+    rows, order = list(_rows()), list(CHAPTERS)
+    groups = list(dict.fromkeys(p.short.split(".")[0] for p in rows))  # some stand in both files
+    rows.sort(key=lambda p: (order.index(p.chapter), p.place, groups.index(p.short.split(".")[0])))
+    return {p.id: p for p in rows}
 
 
 def find_problem(name: str) -> Problem:

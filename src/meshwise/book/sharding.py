@@ -52,7 +52,7 @@ def _ways(spec: list[str], mesh: Mesh) -> str:
 
 
 def ways(values: Mapping[str, Any]) -> Derivation:
-    """Blocks of an array that differ."""
+    """Blocks of an array that differ: only mesh axes that split it count."""
     mesh = Mesh.of(values["mesh"])
     number = sharding(values["spec"]).num_shards(mesh)
     return Derivation(number, "product of the mesh axes that split it", f"{values['spec']} on {dict(mesh.axes)}")
@@ -82,7 +82,7 @@ def verdict(values: Mapping[str, Any]) -> Derivation:
 
 
 def implied(values: Mapping[str, Any]) -> Derivation:
-    """What brings partial sums over one mesh axis to the output's sharding."""
+    """What brings partial sums over one mesh axis to the output's sharding: AllReduce or ReduceScatter."""
     scattered = any(values["unreduced"] in axes for axes in values["out"])
     written = _written(values["out"], "IK")
     return Derivation(

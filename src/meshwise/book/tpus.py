@@ -10,7 +10,7 @@ from meshwise.hardware import Torus, parse_cluster
 
 
 def wraps(values: Mapping[str, Any]) -> Derivation:
-    """Which axes of a slice are rings, by the rules of the generation."""
+    """Which axes of a slice are rings by the rules of its generation: all, none, or `the axis of 16`."""
     name = f"{values['gen']}:{'x'.join(map(str, values['shape']))}"
     network = parse_cluster(name).network
     assert isinstance(network, Torus)

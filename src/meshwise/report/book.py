@@ -45,12 +45,11 @@ def question_report(solution: Solution, answer: str | None, inputs: Mapping[str,
     """
     problem = solution.problem
     judged = None if answer is None else judge(solution, answer)
-    asked = _asks_for(solution)
-    rows = [("hint", solution.hint), ("given", solution.given), ("asked for", asked)]
+    rows = [("hint", solution.hint), ("given", solution.given), ("asked for", solution.asks_for)]
     return Report(
         command="book",
         inputs=inputs,
-        answer=f"{problem.id}: {_judged(judged, answer).removeprefix('; ') or f'asks for {asked}'}",
+        answer=f"{problem.id}: {_judged(judged, answer).removeprefix('; ') or f'asks for {solution.asks_for}'}",
         data={
             **_asked(solution),
             "chapter": problem.chapter,
@@ -69,7 +68,7 @@ def question_report(solution: Solution, answer: str | None, inputs: Mapping[str,
 
 def questions_report(solutions: Sequence[Solution], inputs: Mapping[str, Any]) -> Report:
     """Several problems without their answers."""
-    columns: Columns = {"!problem": "problem.id", "asks for": _asks_for}
+    columns: Columns = {"!problem": "problem.id", "asks for": "asks_for"}
     return Report(
         command="book",
         inputs=inputs,
@@ -80,14 +79,16 @@ def questions_report(solutions: Sequence[Solution], inputs: Mapping[str, Any]) -
     )
 
 
-def _asks_for(solution: Solution) -> str:
-    return "a word" if isinstance(solution.value, str) else f"a number of {solution.problem.unit}"
-
-
 def _asked(solution: Solution) -> dict[str, Any]:
     """The fields of a question, without its answer."""
     problem = solution.problem
-    return {"id": problem.id, "question": problem.question, "unit": problem.unit, "hint": solution.hint}
+    return {
+        "id": problem.id,
+        "question": problem.question,
+        "unit": problem.unit,
+        "asks_for": solution.asks_for,
+        "hint": solution.hint,
+    }
 
 
 def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str, Any]) -> Report:
