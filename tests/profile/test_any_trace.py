@@ -15,6 +15,7 @@ from meshwise.profile.beside import Planned, beside_plan, beside_serving
 from meshwise.profile.causes import find_causes
 from meshwise.profile.compare import compare
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.peers import slower_by
 from meshwise.profile.places import unusual_steps
 from meshwise.profile.trace import Activity, Collective, Device, Marker, OpKind, StreamBuilder, Trace
 from tests.profile.faults import with_attention_not_fused, with_gap, with_longer_collective, with_slow_device
@@ -161,3 +162,21 @@ def test_waits_behind_computation_cost_nothing():
     assert profile.waiting.blame_s(1) == pytest.approx(20 * 600e-6)
     first = find_causes(profile)[0]
     assert (first.name, first.seconds) == ("straggler", pytest.approx(20 * 80e-6))
+
+
+def test_noise_makes_no_device_slow():
+    """Of four devices one computes 8 % longer; each operation's time is noisy, and no side's noise weighs more."""
+    random = np.random.default_rng(3)
+    ops = tuple(OpKind(f"op{n}", Activity.COMPUTE, "matmul") for n in range(2000))
+    usual = random.uniform(10, 1000, len(ops))
+    traces = []
+    for rank in range(4):
+        stream, now = StreamBuilder("0"), 0
+        for number, length in enumerate(usual * random.lognormal(0, 0.3, len(ops)) * (1.08 if rank == 2 else 1)):
+            stream.add(now, round(length * 10**6), number)
+            now += round(length * 10**6)
+        device = Device(f"rank {rank}", "", rank, f"{rank}", (stream.build(),))
+        traces.append(Trace(f"rank{rank}", "chrome", ops, (device,), (Marker("step 0", 0, now, 0),)))
+    devices = profile_traces(traces).devices
+    share = [found / device.mean("compute") for found, device in zip(slower_by(devices), devices, strict=True)]
+    assert share == pytest.approx([0, 0, 0.08 / 1.08, 0], abs=0.025)

@@ -34,7 +34,8 @@ def slower_by(devices: Sequence[DeviceTimes]) -> tuple[float, ...]:
     for place, device in enumerate(devices):
         usual = np.median(np.delete(times, place, axis=0), axis=0)
         known = (usual > 0) & (times[place] > 0)
-        ratio = _middle(times[place][known] / usual[known], times[place][known])
+        own, others = times[place][known], usual[known]
+        ratio = _middle(own / others, np.sqrt(own * others))  # neither side's noise weighs more
         found.append(device.mean("compute") * (1 - 1 / ratio))
     return tuple(found)
 
