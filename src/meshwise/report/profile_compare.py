@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -39,8 +40,9 @@ def compared_tables(comparison: Comparison | None) -> tuple[RenderableType, ...]
     """Parts, causes and operations before and after."""
     if comparison is None:
         return ()
+    parts = tuple(replace(c, name=words(c.name)) for c in (comparison.step, *comparison.parts))
     return (
-        _table("part", (comparison.step, *comparison.parts), "against the other trace"),
+        _table("part", parts, "against the other trace"),
         _table("cause", comparison.causes[:_MOST], "causes"),
         _table("operation", comparison.operations[:_MOST], "operations that changed most"),
     )
@@ -48,7 +50,7 @@ def compared_tables(comparison: Comparison | None) -> tuple[RenderableType, ...]
 
 def _table(what: str, changes: tuple[Change, ...], title: str) -> RenderableType:
     columns: Columns = {
-        what: lambda c: words(c.name)[:38],
+        what: lambda c: c.name[:38],
         ">before": lambda c: format_time(c.before),
         ">after": lambda c: format_time(c.after),
         ">difference": lambda c: signed_time(c.difference),

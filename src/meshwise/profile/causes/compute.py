@@ -20,6 +20,8 @@ from meshwise.profile.profile import Profile
 from meshwise.profile.scores import score_sizes
 from meshwise.profile.trace import SECOND, Activity
 
+#: A size is worth padding if it lacks more than this share of itself to a multiple of 64, or is none of 8.
+_WASTE = 0.05
 #: Share of the roofline that large products reach; what is below it is a loss.
 _GOOD_MATMUL = 0.7
 _ATTENTION = re.compile(r"softmax|attention|attn", re.IGNORECASE)
@@ -37,7 +39,7 @@ def compute_causes(profile: Profile) -> Iterator[Cause]:
     yield from _matmuls(others, profile.chip)
     yield from _padding(others, profile.chip)
     yield from _chains(profile)
-    yield from _layouts(profile)
+    yield from _layouts(ops, written)
 
 
 def _writes_scores(time: OpTime, sizes: dict[int, tuple[int, int]]) -> bool:
@@ -175,10 +177,10 @@ def _mend(m: int, k: int, n: int, dtype: str, near: Roofline) -> str:
     """What to change of a product."""
     if dtype == "fp32":
         return "multiply in bf16, or allow tf32: fp32 has no fast path"
-    if any(size % 64 for size in (m, k, n)):
-        return "pad its sizes to multiples of 64 or 128, the matrix unit's tiles"
     if near.bound == "memory" or min(m, n) < 256:
         return "more tokens at once: a larger batch a device, or fewer ways of tensor parallelism"
+    if any(size % 8 or -size % 64 > _WASTE * size for size in (m, k, n)):
+        return "pad its sizes to multiples of 64 or 128, the matrix unit's tiles"
     return "try other kernels: autotuning, another layout of its operands, a newer library"
 
 
@@ -213,8 +215,8 @@ def _chains(profile: Profile) -> Iterator[Cause]:
         yield Cause("elementwise-not-fused", seconds, evidence, change, "elementwise operations are not fused")
 
 
-def _layouts(profile: Profile) -> Iterator[Cause]:
-    found = [t for t in profile.ops if t.kind.category == "layout" and t.kind.activity == Activity.COMPUTE]
+def _layouts(ops: tuple[OpTime, ...], written: tuple[OpTime, ...]) -> Iterator[Cause]:
+    found = [t for t in ops if t.kind.category == "layout" and t not in written]
     seconds = sum(t.seconds for t in found)
     if seconds:
         first = found[0].kind
