@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.search import training_limits
+from meshwise.search.asked import SearchSpace
 from meshwise.search.bounds import ideal_chip_seconds_per_token
 from meshwise.search.candidates import Choices, candidate_table
 from meshwise.search.network import LocalTables, SearchedNetwork
@@ -26,8 +27,9 @@ def pricing_of(case, **others):
     problem, varied, _ = case
     fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     choices = Choices(**varied, **others)
-    table = candidate_table(problem.job, meshes(math.prod(fabric.sizes), training_limits(problem)))
-    return Pricing(SearchedNetwork(LocalTables(problem, choices), fabric, table, math.inf))
+    space = SearchSpace(training_limits(problem), choices, memory_share=math.inf)
+    table = candidate_table(problem.job, meshes(math.prod(fabric.sizes), space.limits))
+    return Pricing(SearchedNetwork(LocalTables(problem), space, fabric, table))
 
 
 def some_candidates(pricing, generator, groups, candidates):

@@ -18,6 +18,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.search.asked import COUNTS, SearchResult, SearchSpace
 from meshwise.search.baselines import Baseline
 from meshwise.search.constraints import Constraints
+from meshwise.search.network import LocalTables
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
 from meshwise.search.search import search
@@ -37,6 +38,7 @@ class Wanted:
         space: what is searched, limits of seconds included.
         progress: told a line now and then.
         until: when it ends, on `time.monotonic`'s clock.
+        local: what one device does, for all searches of the problem.
     """
 
     problem: TrainingProblem
@@ -46,6 +48,7 @@ class Wanted:
     space: SearchSpace
     progress: Callable[[str], None]
     until: float = math.inf
+    local: LocalTables | None = None
 
     @property
     def without_limits(self) -> Wanted:
@@ -58,8 +61,16 @@ class Wanted:
 
     def search(self, fabrics: Iterable[Fabric]) -> SearchResult:
         """Search these networks."""
-        given = self.problem, fabrics, self.space
-        return search(*given, objective=self.objective, top=self.top, progress=self.progress, until=self.until)
+        return search(
+            self.problem,
+            fabrics,
+            self.space,
+            objective=self.objective,
+            top=self.top,
+            progress=self.progress,
+            until=self.until,
+            local=self.local,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +122,8 @@ def _search_parts(wanted: Wanted) -> SearchResult:
     fewer = parts[0].sizes != wanted.problem.network.sizes
     if wanted.objective == "time" and not fewer and math.isinf(wanted.space.most_chip_seconds):
         result = wanted.search([wanted.problem.network, *shrunken(wanted.problem.network)])
-        if result.best:
+        # What does not fit on all chips fits on no part of them.
+        if result.best or (math.isfinite(result.least_memory) and math.isinf(wanted.space.most_seconds)):
             return result
     return wanted.search(parts)
 

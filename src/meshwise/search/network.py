@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -22,9 +22,10 @@ from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.memory import LocalMemory
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.weight_traffic import weight_choices
-from meshwise.search.candidates import Array, CandidateTable, Choices, Index, Mask, compute_variants, distinct
+from meshwise.search.asked import SearchSpace
+from meshwise.search.candidates import Array, CandidateTable, Index, Mask, compute_variants, distinct
 from meshwise.search.space import IdealWires
-from meshwise.search.tools import Tool, ToolMasks, possible_schedules, possible_variants
+from meshwise.search.tools import ToolMasks, possible_schedules, possible_variants
 
 T = TypeVar("T")
 
@@ -44,61 +45,40 @@ class SearchedNetwork:
     """A network, and what may be chosen on it.
 
     Args:
-        local: what one device does on its own, shared by all networks of a search.
+        local: what one device does on its own, shared by all networks and spaces of a search.
+        space: what may be chosen.
         fabric: the network.
         table: meshes and cuts of the batch.
-        capacity: bytes of a chip that may be filled.
     """
 
-    def __init__(self, local: LocalTables, fabric: Fabric, table: CandidateTable, capacity: float) -> None:
-        self.problem, self.fabric, self.table, self.capacity = local.problem, fabric, table, capacity
-        self.local, self.variants, self.asked = local, local.variants, local.asked
+    def __init__(self, local: LocalTables, space: SearchSpace, fabric: Fabric, table: CandidateTable) -> None:
+        self.local, self.problem, self.fabric, self.table = local, local.problem, fabric, table
+        self.capacity, self.asked = self.problem.cluster.chip.hbm_usable * space.memory_share, space.choices
+        self.variants = possible_variants(space.tools, compute_variants(self.problem.model, self.asked))
         self.sizes = local.numbers(table.sizes)  # of each of the table's sizes in `local`
         self.choices = tuple(stored for variant in self.variants for stored in variant.stored)
         self.variant_of = np.repeat(np.arange(len(self.variants)), [len(v.stored) for v in self.variants])
-        schedules = possible_schedules(local.tools, self.asked.variants)
+        schedules = possible_schedules(space.tools, self.asked.variants)
         self.schedules = schedules if table.axis("stage").max(initial=1) > 1 else schedules[:1]  # one stage has one
-        self.masks = ToolMasks(local.tools, table) if local.tools else None
+        self.masks = ToolMasks(space.tools, table) if space.tools else None
         has_host = self.problem.cluster.chip.host_memory is not None
         self.offloads = tuple(parts for parts in self.asked.offload if has_host or not parts)
         self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
-        # What tools refuse, by number; combinations of choices whose conditions are alike have the same.
-        self._conditions: list[tuple[tuple[Mask, ...], ...]] = []
-        self._alike: dict[frozenset[tuple[int, ...]], int] = {}
-        self._numbers: dict[tuple[int, int, int | None], int] = {}
+        # Of combinations of choices, numbers of what tools refuse; the last of the offloads stands for any.
+        self._numbers = np.full((len(self.choices), len(self.schedules), len(self.offloads) + 1), -1, np.int32)
 
     def runs(self, choices: Index, schedule: Index, at: Index, offload: int | None = None) -> Mask:
         """Which candidates some tool takes: whatever they offload, or with this part of them offloaded."""
         if self.masks is None:
             return np.ones(len(at), bool)
-        first, which = distinct((choices, schedule))
-        numbers = [self._conditions_of(int(choices[i]), int(schedule[i]), offload) for i in first]
-        number, out = np.array(numbers, int)[which], np.zeros(len(at), bool)
-        for n in set(numbers):
-            mine = np.flatnonzero(number == n)
-            for refusals in self._conditions[n]:
-                taken = np.ones(len(mine), bool)
-                for refused in refusals:
-                    taken &= ~refused[at[mine]]
-                out[mine] |= taken
-        return out
-
-    def _conditions_of(self, c: int, s: int, o: int | None) -> int:
-        """Number of the conditions under which tools take a combination of choices; of those alike the same."""
-        assert self.masks is not None
-        key = c, s, o
-        if key not in self._numbers:
-            tools: dict[tuple[int, ...], tuple[Mask, ...]] = {}
-            for each in range(len(self.offloads)) if o is None else (o,):
-                choices = self.layout_choices(c, s, each) | {"structure": self.choices[c]}
-                tools |= {tuple(map(id, rows)): rows for rows in self.masks.conditions(choices)}
-            if () in tools:  # takes everything
-                tools = {(): ()}
-            known = self._alike.setdefault(frozenset(tools), len(self._conditions))
-            if known == len(self._conditions):
-                self._conditions.append(tuple(tools.values()))
-            self._numbers[key] = known
-        return self._numbers[key]
+        numbers = self._numbers[:, :, -1 if offload is None else offload]
+        if len(new := np.flatnonzero(numbers[choices, schedule] < 0)):
+            offloads = range(len(self.offloads)) if offload is None else (offload,)
+            for i in new[distinct((choices[new], schedule[new]))[0]]:
+                c, s = int(choices[i]), int(schedule[i])
+                several = (self.layout_choices(c, s, o) | {"structure": self.choices[c]} for o in offloads)
+                numbers[c, s] = self.masks.number(several)
+        return self.masks.takes(numbers[choices, schedule].astype(int), at)
 
     def layout_choices(self, c: int, s: int, o: int) -> dict[str, Any]:
         """One combination of choices, as `Layout` names them."""
@@ -125,16 +105,12 @@ class LocalTables:
 
     Args:
         problem: model, job, cluster, calibration.
-        asked: what the search may choose.
-        tools: of which one at least has to take a plan; none for any plan.
     """
 
-    def __init__(self, problem: TrainingProblem, asked: Choices, tools: tuple[Tool, ...] = ()) -> None:
-        self.problem, self.asked, self.tools = problem, asked, tools
-        self.variants = possible_variants(tools, compute_variants(problem.model, asked))
+    def __init__(self, problem: TrainingProblem) -> None:
+        self.problem = problem
         self._numbers: dict[tuple[float, ...], int] = {}
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
-        self._own = {stored: v.own for v in self.variants for stored in v.stored}
         self._tables: dict[LayoutChoices, RowTable[tuple[LocalBlock, ...]]] = {}
         self._memory: dict[LayoutChoices, RowTable[tuple[LocalMemory, ...]]] = {}
         self._prices = Recent[OperationPrices](2)
@@ -148,14 +124,14 @@ class LocalTables:
 
     def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """Blocks with one row for each number of sizes."""
-        if sum(map(len, self._tables.values())) > _MOST_ROWS:
-            self._tables.clear()
+        _forget(self._tables)
         if choices not in self._tables:
             self._tables[choices] = RowTable(partial(self.evaluate, choices), lambda: len(self._numbers))
         return self._tables[choices](numbers)
 
     def memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         """What blocks hold, with one row for each number of sizes."""
+        _forget(self._memory)
         if choices not in self._memory:
             self._memory[choices] = RowTable(partial(self._evaluate_memory, choices), lambda: len(self._numbers))
         return self._memory[choices](numbers)
@@ -174,9 +150,15 @@ class LocalTables:
 
     def evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """What is no table's, yet: blocks with one row for each number of sizes."""
-        own = self._own.get(choices, choices)
+        own = replace(choices, zero=0, fully_sharded=True)
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
         return evaluate_local(self.problem, choices, self._priced(choices, numbers), known)
+
+
+def _forget(tables: dict[LayoutChoices, RowTable[T]]) -> None:
+    """Forget all rows where they are too many."""
+    if sum(map(len, tables.values())) > _MOST_ROWS:
+        tables.clear()
 
 
 class Recent(Generic[T]):

@@ -27,6 +27,7 @@ from meshwise.search.bounds import ideal_chip_seconds_per_token
 from meshwise.search.candidates import Choices, batch_cuts
 from meshwise.search.constraints import Constraints, asked_choices, most_seconds_per_token
 from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, nothing_found, over_limit, too_much
+from meshwise.search.network import LocalTables
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
 from meshwise.search.reasons import winner_reasons
@@ -131,8 +132,9 @@ def plan_training(
     _check_constraints(problem, constraints)
     whole = problem.network
     until = math.inf if time_limit is None else time.monotonic() + time_limit
+    local = LocalTables(problem)
     for space in asked_spaces(problem, constraints):
-        wanted = Wanted(problem, constraints, objective, top, space, progress, until)
+        wanted = Wanted(problem, constraints, objective, top, space, progress, until, local)
         try:
             outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
         except OutOfTime:

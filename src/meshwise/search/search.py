@@ -43,8 +43,8 @@ _GO, _GROWTH = 64, 8
 _FEW = 512
 
 #: Chips from which on layouts of few axes are searched first: how many, and whether with usual choices alone; and
-#: what is searched besides of mixtures, whose experts take an axis.
-_MANY_CHIPS, _SIMPLE, _OF_MIXTURES = 16384, ((3, True), (3, False)), ((4, True),)
+#: of mixtures, whose experts take an axis.
+_MANY_CHIPS, _SIMPLE, _OF_MIXTURES = 16384, ((3, True), (3, False)), ((3, True), (4, True))
 
 #: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
 _LARGE = 1 << 17
@@ -339,6 +339,7 @@ def search(
     top: int = 10,
     progress: Callable[[str], None] = lambda _: None,
     until: float = math.inf,
+    local: LocalTables | None = None,
 ) -> SearchResult:
     """Find the best layouts on any of `fabrics`.
 
@@ -353,13 +354,14 @@ def search(
         top: how many kinds of layout to rank.
         progress: told a line now and then.
         until: when it ends, on `time.monotonic`'s clock.
+        local: what one device does, where another search of the problem has tables of it.
 
     Raises:
         OutOfTime: the time was up before anything was found.
     """
     started = time.process_time()
     keep_freed_memory()
-    local = LocalTables(problem, space.choices, space.tools)
+    local = local or LocalTables(problem)
     state = SearchState(objective, top, space.seconds_on, progress, until)
     interrupted_on = 0
     limited = math.isfinite(space.seconds_on(1.0))
@@ -391,14 +393,14 @@ def search(
     )
 
 
-def _search_simple(state: SearchState, problem: TrainingProblem, space: SearchSpace, fabric: Fabric) -> None:
+def _search_simple(state: SearchState, local: LocalTables, space: SearchSpace, fabric: Fabric) -> None:
     """Search layouts of few axes on a large network: a cut near the end's spares the bounds of most others."""
     before = {name: getattr(state, name) for name in (*COUNTS, "least_memory", "here", "elsewhere")}
     state.elsewhere = min(state.here, state.elsewhere)  # of layouts of more axes no more is known
-    for axes, usual in (*_SIMPLE, *(_OF_MIXTURES if problem.model.mixtures else ())):
+    for axes, usual in _OF_MIXTURES if local.problem.model.mixtures else _SIMPLE:
         limits, choices = replace(space.limits, most_axes=axes), space.choices.usual if usual else space.choices
         few = replace(space, limits=limits, choices=choices, leanest=False)
-        _search_fabric(state, LocalTables(problem, choices, space.tools), few, fabric)
+        _search_fabric(state, local, few, fabric)
     for name, value in before.items():  # they come again
         setattr(state, name, value)
 
@@ -407,23 +409,21 @@ def _search_fabric(
     state: SearchState, local: LocalTables, space: SearchSpace, fabric: Fabric, *, simple_first: bool = False
 ) -> None:
     """Search one network, block by block."""
-    if not local.variants:  # no tool takes any
-        return
     job, started = local.problem.job, time.monotonic()
     cut = {"micro_batch": space.micro_batch, "num_microbatches": space.num_microbatches}
     chips = math.prod(fabric.sizes)
     blocks = mesh_blocks(job, meshes(chips, space.limits), **cut)
     if simple_first and (chips >= _MANY_CHIPS or len(blocks) > 1):
-        _search_simple(state, local.problem, space, fabric)
-    capacity = local.problem.cluster.chip.hbm_usable * space.memory_share
+        _search_simple(state, local, space, fabric)
     here, elsewhere = state.here, state.elsewhere
 
     def searches() -> Iterator[NetworkSearch]:
         for i, block in enumerate(blocks):
             table = candidate_table(job, block, **cut)
             if len(table):
-                network = SearchedNetwork(local, fabric, table, capacity)
-                yield NetworkSearch(state, network, block=(i, len(blocks)), started=started)
+                network = SearchedNetwork(local, space, fabric, table)
+                if network.variants:  # some tool takes
+                    yield NetworkSearch(state, network, block=(i, len(blocks)), started=started)
                 del network
             if len(table) > _LARGE:
                 del table

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from meshwise.costs.arithmetic import Condition
-from meshwise.search.candidates import CandidateTable, ComputeVariant, Mask, PipelineVariant
+from meshwise.search.candidates import Array, CandidateTable, ComputeVariant, Index, Mask, PipelineVariant
 from meshwise.sharding.layout import MESH_AXES, Layout
 
 if TYPE_CHECKING:  # planning training loads nothing of serving
     from meshwise.costs.serving.answer import ServingSetup
     from meshwise.sharding.serving import ServingLayout
+
+#: Bits of a word of conditions.
+_WORD = 64
 
 #: True of layouts that a tool cannot express; sizes may be arrays, an entry a layout.
 Refusal = Callable[[Layout], Condition]
@@ -118,7 +122,9 @@ def possible_schedules(tools: Sequence[Tool], schedules: Sequence[PipelineVarian
 class ToolMasks:
     """Which candidates of one network at least one tool takes.
 
-    A condition is worked out once for all rows of the table, for each combination of the choices that it reads.
+    A condition is worked out once for all meshes of the table (for all rows, where it reads how the batch is cut), for
+    each combination of the choices that it reads. What a tool refuses is a set of conditions, as bits of two integers,
+    of meshes and of rows.
 
     Args:
         tools: at least one.
@@ -126,43 +132,98 @@ class ToolMasks:
     """
 
     def __init__(self, tools: Sequence[Tool], table: CandidateTable) -> None:
-        self.tools = tools
-        self._sizes = {a: table.axis(a) for a in MESH_AXES}
-        self._sizes |= {"micro_batch": table.micro_batch, "num_microbatches": table.num_microbatches}
+        self.tools, self.table = tools, table
         self._read: dict[Refusal, set[str]] = {}
-        self._known: dict[tuple[Refusal, tuple[object, ...]], bool | Mask] = {}
+        self._known: dict[tuple[Refusal, tuple[object, ...]], bool | _Bits] = {}
         self._names: dict[str, tuple[str, ...]] = {}  # choices that some condition of a tool reads
-        self._tools: dict[tuple[str, tuple[str, ...], tuple[object, ...]], tuple[Mask, ...] | None] = {}
+        self._tools: dict[tuple[str, tuple[str, ...], tuple[object, ...]], _Bits | None] = {}
+        self._flags = _Flags(len(table.meshes)), _Flags(len(table))
+        self._flags[0].add(np.ones(len(table.meshes), bool))  # what refuses all
+        self._ways: dict[frozenset[_Bits], int] = {}  # sets of conditions of which none may hold -> their number
 
-    def conditions(self, choices: Mapping[str, object]) -> tuple[tuple[Mask, ...], ...]:
-        """Of each tool that takes some rows of the table under one combination of choices: which rows it refuses.
+    def number(self, several: Iterable[Mapping[str, object]]) -> int:
+        """Number of the conditions under which a tool takes one of several combinations of choices."""
+        found = {self._refusals(tool, choices) for choices in several for tool in self.tools} - {None}
+        ways = frozenset({(0, 0)} if (0, 0) in found else found)  # the one takes everything
+        return self._ways.setdefault(ways, len(self._ways))  # type: ignore[arg-type]  # without None
 
-        A tool takes the rows that none of its conditions holds for.
-        """
-        found = (self._conditions_of(tool, choices) for tool in self.tools)
-        return tuple(rows for rows in found if rows is not None)
+    def takes(self, numbers: Index, at: Index) -> Mask:
+        """Which rows of the table some tool takes, each under the conditions of a number."""
+        out = np.zeros(len(at), bool)
+        most = max(map(len, self._ways), default=0)
+        every = [[*ways, *[(1, 0)] * (most - len(ways))] for ways in self._ways]
+        entries = self.table.mesh_id[at], at
+        for way in range(most):
+            free = np.ones(len(at), bool)
+            for kind, flags in enumerate(self._flags):
+                free &= flags.none_of([each[way][kind] for each in every], numbers, entries[kind])
+            out |= free
+        return out
 
-    def _conditions_of(self, tool: Tool, choices: Mapping[str, object]) -> tuple[Mask, ...] | None:
-        """The rows that each condition of a tool refuses; None where one refuses all."""
+    def _refusals(self, tool: Tool, choices: Mapping[str, object]) -> _Bits | None:
+        """The conditions of a tool; None where one refuses all."""
         names = self._names.get(tool.name, ())
         key = tool.name, names, tuple(choices[name] for name in names)
         if key not in self._tools:
-            rows = [self._refused(refused, choices) for refused in tool.refusals]
+            each = [self._refused(refused, choices) for refused in tool.refusals]
             # What was worked out with fewer choices read stands under keys that no longer come up.
             names = self._names[tool.name] = tuple(sorted({n for r in tool.refusals for n in self._read[r]}))
             key = tool.name, names, tuple(choices[name] for name in names)
-            some = tuple(r for r in rows if not isinstance(r, bool))
-            self._tools[key] = None if any(r is True for r in rows) else some
+            some = [bits for bits in each if not isinstance(bits, bool)]
+            together = sum(mesh for mesh, _ in some), sum(row for _, row in some)
+            self._tools[key] = None if any(r is True for r in each) else together
         return self._tools[key]
 
-    def _refused(self, refused: Refusal, choices: Mapping[str, object]) -> bool | Mask:
+    def _refused(self, refused: Refusal, choices: Mapping[str, object]) -> bool | _Bits:
         read = self._read.setdefault(refused, set())
         key = refused, tuple(choices[name] for name in sorted(read))
         if key not in self._known:
-            layout = _Partly(self._sizes, choices)
-            rows = refused(cast(Layout, layout))
+            kind, layout = 0, _Partly(self.table.axes(), choices)
+            try:
+                held = refused(cast(Layout, layout))
+            except _Unknown:  # it reads how the batch is cut
+                kind, layout = 1, _Partly(self._rows, choices)
+                held = refused(cast(Layout, layout))
             # What was worked out with fewer choices read stands under keys that no longer come up.
             read |= layout.read
             key = refused, tuple(choices[name] for name in sorted(read))
-            self._known[key] = np.asarray(rows, bool) if np.ndim(rows) else bool(rows)
+            if np.ndim(held):
+                bit = self._flags[kind].add(np.asarray(held, bool))
+                self._known[key] = (0, bit) if kind else (bit, 0)
+            else:
+                self._known[key] = bool(held)
         return self._known[key]
+
+    @cached_property
+    def _rows(self) -> dict[str, Array]:
+        table = self.table
+        cut = {"micro_batch": table.micro_batch, "num_microbatches": table.num_microbatches}
+        return {a: table.axis(a) for a in MESH_AXES} | cut
+
+
+#: A set of conditions, of meshes and of rows: a bit for each.
+_Bits = tuple[int, int]
+
+
+class _Flags:
+    """Conditions of some entries: which of them hold, a bit each."""
+
+    def __init__(self, entries: int) -> None:
+        self.words, self.number = np.zeros((entries, 1), np.uint64), 0
+
+    def add(self, holds: Mask) -> int:
+        """A further condition; its bit."""
+        word, bit = divmod(self.number, _WORD)
+        if word == self.words.shape[1]:
+            self.words = np.pad(self.words, ((0, 0), (0, 1)))
+        self.words[:, word] |= holds.astype(np.uint64) << np.uint64(bit)
+        self.number += 1
+        return 1 << (self.number - 1)
+
+    def none_of(self, sets: Sequence[int], numbers: Index, at: Index) -> Mask:
+        """Of which entries no condition of a set holds; `numbers` says of which."""
+        if not any(sets):
+            return np.ones(len(at), bool)
+        width = self.words.shape[1]
+        words = np.frombuffer(b"".join(s.to_bytes(8 * width, "little") for s in sets), "<u8").reshape(-1, width)
+        return np.asarray(~(self.words[at] & words[numbers]).any(axis=1))

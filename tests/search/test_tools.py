@@ -1,0 +1,51 @@
+"""What masks of a whole table say of a candidate is what a tool says of its layout."""
+
+import math
+
+import numpy as np
+import pytest
+
+from meshwise.exports import tools_for
+from meshwise.search.asked import SearchSpace
+from meshwise.search.candidates import candidate_table
+from meshwise.search.network import LocalTables, SearchedNetwork
+from meshwise.search.planner import training_limits
+from meshwise.search.pricing import Pricing
+from meshwise.search.space import meshes, placements
+from meshwise.sharding.layout import Layout
+from tests.search.test_search_exact import large
+
+
+@pytest.mark.parametrize("names", [("megatron", "torchtitan", "deepspeed", "meshwise"), ("megatron",)])
+def test_masks_of_many_conditions_say_what_tools_say_of_layouts(names):
+    problem = large(chips="h100:16", changes={"precision": "mixed"}, layers=8, heads=8)
+    tools = tools_for(problem, names)
+    space = SearchSpace(training_limits(problem), tools=tools)
+    table = candidate_table(problem.job, meshes(math.prod(problem.network.sizes), space.limits))
+    network = SearchedNetwork(LocalTables(problem), space, problem.network, table)
+    pricing, generator = Pricing(network), np.random.default_rng(1)
+    batch = pricing.bounds.members_of(pricing.bounds.all_groups())
+    batch = batch.take(generator.integers(len(batch), size=400))  # those that some tool takes with some offload
+    said = 0
+    for offload in range(len(network.offloads)):
+        runs = network.runs(batch.choices, batch.schedule, batch.at, offload)
+        said += int(runs.sum())
+        for i in range(len(batch)):
+            layout = layout_of(network, batch, i, offload)
+            assert runs[i] == any(t.runs(layout) for t in tools), layout
+    assert 0 < said < runs.size * len(network.offloads)
+    assert len(names) == 1 or network.masks._flags[0].number > 64
+
+
+def layout_of(network, batch, i, offload):
+    """A candidate in words that a tool reads, placed somehow."""
+    mesh = network.table.mesh_id[batch.at[i]]
+    sizes = {a: int(n) for a, n in network.table.axes(mesh).items()}
+    where = placements(network.fabric.sizes, tuple(sizes.values()))[0]
+    return Layout(
+        **sizes,
+        **network.layout_choices(int(batch.choices[i]), int(batch.schedule[i]), offload),
+        micro_batch=int(network.table.micro_batch[batch.at[i]]),
+        num_microbatches=int(network.table.num_microbatches[batch.at[i]]),
+        wires=tuple((a, tuple(int(e) for e in extents)) for a, extents in zip(sizes, where, strict=True)),
+    )
