@@ -93,3 +93,24 @@ def test_of_each_place_left_out_another_of_its_mesh_is_as_fast_in_everything(mod
                 setup = ServingSetup("aggregated", placed, apart, 128, batch)
                 own += [costs.interval, cache_transfer_seconds(given, fabric, setup)]
             assert any((numbers <= np.array(own) * (1 + 1e-12)).all() for numbers in left[layout, batch])
+
+
+def test_a_table_priced_in_blocks_is_that_of_all_at_once(monkeypatch):
+    given = problem("mixtral-8x7b", "v5e:4x4")
+    found = candidates(given, given.network, "decode", (2, 4, 16))
+    tables = []
+    for places in (1, 7, 1 << 20):
+        monkeypatch.setattr("meshwise.search.serving.tables._PLACES", places)
+        tables.append(make_table(given, given.network, "decode", found, BATCHES, prompts=(1, 2), keys={}))
+    assert sum(len(list(group.blocks(7))) for group in found) > 2 * len(found)
+    *blocked, whole = ({**vars(t), **t.sizes, "prompts": t.prompts[1]} for t in tables)
+    order = np.lexsort((whole["batch"], whole["layout"]))
+    for columns in blocked:
+        own = np.lexsort((columns["batch"], columns["layout"]))
+        for name, column in whole.items():
+            if isinstance(column, np.ndarray) and len(column) == len(order):
+                told = (columns[name][own], column[order])
+                if name in ("stored", "mesh"):  # numbers as they come: what is alike is
+                    told = tuple(np.unique(np.stack(pair), axis=1).shape for pair in (told, (told[0], told[0])))
+                assert np.array_equal(*told), name
+        assert np.array_equal(columns["prompts"], whole["prompts"])

@@ -54,6 +54,26 @@ class Candidates:
     stored: tuple[object, ...]
     cached: tuple[object, ...]
 
+    def blocks(self, most: int) -> Iterator[Candidates]:
+        """The same, in blocks of whole meshes with at most so many places, or one mesh."""
+        begins = np.append(np.flatnonzero(np.diff(self.places, prepend=-1)), len(self.places))  # of each mesh's places
+        begin, number = 0, len(self.chips)
+        while begin < number:
+            at = int(begins[begin])
+            end = max(int(np.searchsorted(begins, at + most, side="right")) - 1, begin + 1)
+            places, meshes = slice(at, int(begins[end])), slice(begin, end)
+            yield Candidates(
+                self.structure,
+                self.layouts[places],
+                self.places[places] - begin,
+                {a: [extents[places] for extents in own] for a, own in self.factors.items()},
+                {a: sizes[meshes] for a, sizes in self.mesh.items()},
+                self.chips[meshes],
+                self.stored[meshes],
+                self.cached[meshes],
+            )
+            begin = end
+
 
 @cache
 def divisors(n: int) -> tuple[int, ...]:

@@ -39,6 +39,9 @@ from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 #: Prompts that are prefilled together.
 _PROMPTS = tuple(2**k for k in range(10))
 
+#: Places that are priced at a time, at each batch: arrays stay in the cache.
+_PLACES = 8192
+
 #: Chips of engines that are priced in a moment.
 _SMALL = 64
 
@@ -211,7 +214,7 @@ def make_table(
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
     held, layouts, kinds = [np.zeros((len(prompts), 0))], 0, 0
-    for group in found:
+    for group in (block for whole in found for block in whole.blocks(_PLACES)):
         tick()
         steps = _step_sizes(problem.load, step, batch, group.mesh)
         extents = step_extents(problem, step, group.structure, part_of_sequences(steps[0]))
