@@ -77,7 +77,7 @@ def every_estimate(given):
     fabric = given.network
     found = {
         step: [layout.replace(wires=tuple(w.items())) for c in candidates(given, fabric, step, (1, 2))
-               for layout, w in c.layouts]
+               for layout, w in map(c.place, range(len(c.places)))]
         for step in ("prefill", "decode")
     }  # fmt: skip
     for prefill, decode in itertools.product(found["prefill"], found["decode"]):

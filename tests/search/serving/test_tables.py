@@ -54,10 +54,10 @@ def test_many_places_at_once_take_what_each_takes_alone(model, on, step):
         wires = PlacedWires(fabric, group.factors, given.routing)
         sizes = StepSizes(column, *LENGTHS[step], group.mesh)
         timed = time_step(given, step, group.structure, sizes, wires, group.places)
-        seconds, interval = (np.broadcast_to(v, (len(BATCHES), len(group.layouts))) for v in timed)
-        for i in random.choice(len(group.layouts), size=min(4, len(group.layouts)), replace=False):
+        seconds, interval = (np.broadcast_to(v, (len(BATCHES), len(group.places))) for v in timed)
+        for i in random.choice(len(group.places), size=min(4, len(group.places)), replace=False):
             for j, batch in enumerate(BATCHES):
-                one = alone(given, step, *group.layouts[i], batch)
+                one = alone(given, step, *group.place(i), batch)
                 assert seconds[j, i] == pytest.approx(one.expected, rel=1e-12)
                 assert interval[j, i] == pytest.approx(one.interval, rel=1e-12)
 
@@ -69,7 +69,7 @@ def test_of_each_place_left_out_another_of_its_mesh_is_as_fast_in_everything(mod
     fabric = given.network
     found = candidates(given, fabric, step, (1, 2, 4, 8, 16))
     table = make_table(given, fabric, step, found, BATCHES, keys={})
-    places = [place for group in found for place in group.layouts]
+    places = [group.place(i) for group in found for i in range(len(group.places))]
     meshes = {layout for layout, _ in places}
     assert table.priced == len(BATCHES) * len(places) > table.rows >= len(BATCHES) * len(meshes)
     left = {}
@@ -104,9 +104,9 @@ def test_a_table_priced_in_blocks_is_that_of_all_at_once(monkeypatch):
         tables.append(make_table(given, given.network, "decode", found, BATCHES, prompts=(1, 2), keys={}))
     assert sum(len(list(group.blocks(7))) for group in found) > 2 * len(found)
     *blocked, whole = ({**vars(t), **t.sizes, "prompts": t.prompts[1]} for t in tables)
-    order = np.lexsort((whole["batch"], whole["layout"]))
+    order = np.lexsort((whole["batch"], whole["place"]))
     for columns in blocked:
-        own = np.lexsort((columns["batch"], columns["layout"]))
+        own = np.lexsort((columns["batch"], columns["place"]))
         for name, column in whole.items():
             if isinstance(column, np.ndarray) and len(column) == len(order):
                 told = (columns[name][own], column[order])

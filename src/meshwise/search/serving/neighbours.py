@@ -53,7 +53,7 @@ def _kinds(tables: Tables, pairs: Pairs, best: int) -> dict[str, Mask]:
     batch, chips = decode.batch[row], decode.chips[row]
 
     def of(table: Table, axis: str) -> Array:
-        sizes: Array = table.sizes[axis][table.layout]
+        sizes: Array = table.sizes[axis][table.kind]
         return sizes
 
     alike = pairs.apart == pairs.apart[best]

@@ -114,7 +114,7 @@ def _lean(decode: Table, out: Index) -> Index:
     that is beaten is left out.
     """
     columns = [decode.weights, decode.cache, decode.activations, decode.workspace]
-    columns += [own[decode.layout] for own in decode.prompts[1]]
+    columns += [own[decode.kind] for own in decode.prompts[1]]
     order = out[np.lexsort((decode.seconds[out], decode.batch[out], decode.stored[out]))]
     kept = []
     for _ in range(_ROUNDS):
@@ -141,7 +141,7 @@ def _together(
     row, out, handover = row[slots], out[slots], handover[slots]
     p, engine = prefill.batch[row], prefill.chips[row]
     numbers, bytes_of = decode.prompts
-    prompts = bytes_of[np.searchsorted(numbers, p), decode.layout[out]] if moves else 0.0
+    prompts = bytes_of[np.searchsorted(numbers, p), decode.kind[out]] if moves else 0.0
     further, gained = load.output - 1, load.tokens_per_step
     b, step = decode.batch[out], decode.seconds[out]
     per_prompt = prefill.interval[row] / p

@@ -267,9 +267,9 @@ def _taken(tool: ServingTool, tables: Tables, kinds: tuple[str, str]) -> tuple[C
         known = tables.taken.get((tool.name, kind, step))
         if known is None:
             known = tables.taken[tool.name, kind, step] = tool.takes_each(
-                kind, [layout for layout, _ in table.layouts], several=step == "prefill"
+                kind, table.layouts, several=step == "prefill"
             )
-        one, more = (of_layouts[table.layout] for of_layouts in known)
+        one, more = (of_layouts[table.kind] for of_layouts in known)
         kept.append(np.flatnonzero(np.where((table.batch > 1) & (step == "prefill"), more, one)))
     into, out = kept
 

@@ -55,8 +55,8 @@ def find_simplest(
     setup = pairs.setup(best, tables)
     most, unusual = complexity(setup)
     limits = _limits(constraints.within, [float(c[best]) for c in pair_scores(constraints, pairs, tables)])
-    axes = [np.sum([t.sizes[a] > 1 for a in SERVING_AXES], axis=0)[t.layout] for t in tables.both]
-    plain = [np.array([_is_usual(x) for x, _ in t.layouts], bool)[t.layout] for t in tables.both]
+    axes = [np.sum([t.sizes[a] > 1 for a in SERVING_AXES], axis=0)[t.kind] for t in tables.both]
+    plain = [np.array([_is_usual(x) for x in t.layouts], bool)[t.kind] for t in tables.both]
     for number in range(most + 1):
         for usual in (True, False):
             if number == most and (usual, unusual) != (True, True):

@@ -9,11 +9,14 @@ width together with experts, context or gathered weights, context together with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.costs.fabric import AxisMapping, Fabric
 from meshwise.costs.problem import ServingProblem, Step
@@ -36,9 +39,9 @@ class Candidates:
 
     Args:
         structure: the choices that are no sizes.
-        layouts: one for each place of each mesh: without wires, and the wires; places of a mesh follow one another.
-        places: which mesh each of these is.
-        factors: mesh axis -> extents on each dimension of the network, of each of these.
+        layouts: one for each mesh, without wires.
+        places: of all meshes on the network: which mesh each is of; those of a mesh follow one another.
+        extents: [axis, dimension of the network, place].
         mesh: mesh axis -> sizes, of each mesh.
         chips: of an engine, of each mesh.
         stored: how a mesh stores weights: equal for those that can share a copy.
@@ -46,13 +49,24 @@ class Candidates:
     """
 
     structure: ServingLayoutChoices
-    layouts: tuple[tuple[ServingLayout, AxisMapping], ...]
+    layouts: tuple[ServingLayout, ...]
     places: Index
-    factors: dict[str, list[Array]]
+    extents: NDArray[np.integer[Any]]
     mesh: dict[str, Array]
     chips: Array
     stored: tuple[object, ...]
     cached: tuple[object, ...]
+
+    @property
+    def factors(self) -> dict[str, list[Array]]:
+        """Mesh axis -> extents on each dimension of the network, of each place."""
+        return {a: list(own.astype(float)) for a, own in zip(SERVING_AXES, self.extents, strict=True)}
+
+    def place(self, i: int) -> tuple[ServingLayout, AxisMapping]:
+        """The layout of a place, and where its axes lie."""
+        layout = self.layouts[int(self.places[i])]
+        each = dict(zip(SERVING_AXES, self.extents[..., i].tolist(), strict=True))
+        return layout, {a: tuple(each[a]) for a in reversed(SERVING_AXES) if layout.sizes[a] > 1}
 
     def blocks(self, most: int) -> Iterator[Candidates]:
         """The same, in blocks of whole meshes with at most so many places, or one mesh."""
@@ -64,9 +78,9 @@ class Candidates:
             places, meshes = slice(at, int(begins[end])), slice(begin, end)
             yield Candidates(
                 self.structure,
-                self.layouts[places],
-                self.places[places] - begin,
-                {a: [extents[places] for extents in own] for a, own in self.factors.items()},
+                self.layouts[meshes],
+                self.places[places].astype(int) - begin,
+                self.extents[..., places],
                 {a: sizes[meshes] for a, sizes in self.mesh.items()},
                 self.chips[meshes],
                 self.stored[meshes],
@@ -190,7 +204,7 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
     forbid: tuple[str, ...],
     tick: Callable[[], None],
 ) -> tuple[Candidates, ...]:
-    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, list[AxisMapping], Array]]] = {}
+    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, NDArray[np.integer[Any]]]]] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
             tick()
@@ -202,7 +216,7 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
             extents = _extents(mappings, len(fabric.dimensions))
             for choice in _choices(mesh, step, limits):
                 layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
-                found.setdefault(layout.structure, []).append((layout, mappings, extents))
+                found.setdefault(layout.structure, []).append((layout, extents))
     return tuple(_arrays(structure, meshes) for structure, meshes in found.items())
 
 
@@ -221,25 +235,25 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
     return list(seen.values())
 
 
-def _extents(mappings: list[AxisMapping], dimensions: int) -> Array:
-    """Extents of every way to lay a mesh on the network, [way, axis, dimension]."""
+def _extents(mappings: list[AxisMapping], dimensions: int) -> NDArray[np.integer[Any]]:
+    """Extents of every way to lay a mesh on the network, [way, axis, dimension]; there may be millions."""
     ones = (1,) * dimensions
     each = [[wiring.get(a, ones) for a in SERVING_AXES] for wiring in mappings]
-    return np.array(each, dtype=float).reshape(len(mappings), len(SERVING_AXES), dimensions)
+    kind = np.min_scalar_type(max(max(e) for e in itertools.chain(*each)))
+    return np.array(each, dtype=kind).reshape(len(mappings), len(SERVING_AXES), dimensions)
 
 
-def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, list[AxisMapping], Array]]) -> Candidates:
-    meshes = [(layout, mappings) for layout, mappings, _ in found]
-    extents = np.concatenate([e for *_, e in found])
+def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, NDArray[np.integer[Any]]]]) -> Candidates:
+    layouts = tuple(layout for layout, _ in found)
     return Candidates(
         structure,
-        tuple((layout, wiring) for layout, mappings in meshes for wiring in mappings),
-        np.repeat(np.arange(len(meshes)), [len(mappings) for _, mappings in meshes]),
-        {a: list(np.ascontiguousarray(extents[:, i].T)) for i, a in enumerate(SERVING_AXES)},
-        {a: np.array([float(getattr(x, a)) for x, _ in meshes]) for a in SERVING_AXES},
-        np.array([float(x.engine_chips) for x, _ in meshes]),
-        tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x, _ in meshes),
-        tuple(_cached_as(x) for x, _ in meshes),
+        layouts,
+        np.repeat(np.arange(len(layouts), dtype=np.int32), [len(extents) for _, extents in found]),
+        np.ascontiguousarray(np.concatenate([extents for _, extents in found]).transpose(1, 2, 0)),
+        {a: np.array([float(getattr(x, a)) for x in layouts]) for a in SERVING_AXES},
+        np.array([float(x.engine_chips) for x in layouts]),
+        tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x in layouts),
+        tuple(_cached_as(x) for x in layouts),
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from meshwise.costs.arithmetic import array
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.extents import Extents
-from meshwise.costs.fabric import AxisMapping, Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
@@ -42,6 +42,9 @@ _PROMPTS = tuple(2**k for k in range(10))
 #: Places that are priced at a time, at each batch: arrays stay in the cache.
 _PLACES = 8192
 
+#: How often the fastest place of each mesh is asked which others it beats.
+_ROUNDS = 4
+
 #: Chips of engines that are priced in a moment.
 _SMALL = 64
 
@@ -62,23 +65,25 @@ class Table:
 
     Args:
         priced: layouts with a place on the network and a batch, of which these rows are left.
-        layouts: of all rows, and their wires; `layout` is the row's index into them.
-        sizes: mesh axis -> size, of each of `layouts`.
-        layout, batch, chips: of the row.
+        places: of all meshes, by structure; `place` is the row's index into all of them.
+        layouts: of each mesh, without wires; `kind` is the row's index into them.
+        sizes: mesh axis -> size, of each mesh.
+        place, batch, chips: of the row.
         stored: how weights are stored: (parts, expert, stage) as one number, equal for those that can share a copy.
         mesh: which layouts split caches alike, as one number.
-        kind: which layouts differ by their places on the network alone, as one number.
+        kind: the mesh with its choices: layouts that differ by their places on the network alone have the same.
         seconds: of a whole prefill, or of a decode step.
         weights, cache, activations, workspace: bytes on the fullest chip.
-        prompts: decode only: numbers of prompts, and [number, layout] bytes of their cache.
+        prompts: decode only: numbers of prompts, and [number, mesh] bytes of their cache.
         interval: prefill only: seconds from one to the next where a pipeline is kept full.
         handover: prefill only: seconds in which caches change places among an engine's chips.
     """
 
     priced: int
-    layouts: tuple[tuple[ServingLayout, AxisMapping], ...]
+    places: tuple[Candidates, ...]
+    layouts: tuple[ServingLayout, ...]
     sizes: dict[str, Array]
-    layout: Array
+    place: Array
     batch: Array
     chips: Array
     stored: Array
@@ -95,7 +100,12 @@ class Table:
 
     def layout_of(self, row: int, replicas: int = 1) -> ServingLayout:
         """A row's layout with its wires."""
-        layout, wiring = self.layouts[int(self.layout[row])]
+        at = int(self.place[row])
+        for group in self.places:
+            if at < len(group.places):
+                break
+            at -= len(group.places)
+        layout, wiring = group.place(at)
         return layout.replace(wires=tuple(wiring.items()), replicas=replicas)
 
     @property
@@ -213,36 +223,37 @@ def make_table(
     """
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
-    held, layouts, kinds = [np.zeros((len(prompts), 0))], 0, 0
+    held, places, kinds = [np.zeros((len(prompts), 0))], 0, 0
     for group in (block for whole in found for block in whole.blocks(_PLACES)):
         tick()
         steps = _step_sizes(problem.load, step, batch, group.mesh)
         extents = step_extents(problem, step, group.structure, part_of_sequences(steps[0]))
         timed = _timed(problem, fabric, step, group, steps, extents)
         memory = _memory(problem, step, group, steps, extents)
-        shape = len(batches), len(group.layouts)
+        shape = len(batches), len(group.places)
         place, at = np.nonzero(_fastest([np.broadcast_to(v, shape) for v in timed.values()], group.places).T)
         of_mesh = {
             "batch": batch,
             "chips": group.chips,
-            "stored": np.array([keys.setdefault(key, len(keys)) for key in group.stored]),
-            "mesh": np.array([keys.setdefault(key, len(keys)) for key in group.cached]),
+            "stored": np.array([keys.setdefault(key, len(keys)) for key in group.stored], np.int32),
+            "mesh": np.array([keys.setdefault(key, len(keys)) for key in group.cached], np.int32),
             "kind": np.arange(kinds, kinds + len(group.chips)),
             **memory,
         }
-        parts["layout"].append(place + layouts)
+        parts["place"].append((place + places).astype(np.int32))
         for name, value in timed.items():
             parts[name].append(np.broadcast_to(value, shape)[at, place])
         for name, value in of_mesh.items():
             parts[name].append(np.broadcast_to(value, (len(batches), len(group.chips)))[at, group.places[place]])
         if prompts:
             held.append(_prompt_bytes(problem, step, group, together))
-        layouts, kinds = layouts + len(group.layouts), kinds + len(group.chips)
+        places, kinds = places + len(group.places), kinds + len(group.chips)
     return Table(
-        len(batches) * layouts,
+        len(batches) * places,
+        tuple(found),
         tuple(layout for group in found for layout in group.layouts),
-        {a: np.concatenate([group.mesh[a][group.places] for group in found]) for a in SERVING_AXES},
-        **{name: np.concatenate(values) for name, values in parts.items()},
+        {a: np.concatenate([group.mesh[a] for group in found]) for a in SERVING_AXES},
+        **{name: np.concatenate(parts.pop(name)) for name in tuple(parts)},
         prompts=(together.ravel(), np.concatenate(held, axis=1)),
     )
 
@@ -282,13 +293,13 @@ def _memory(
 
 
 def _prompt_bytes(problem: ServingProblem, step: Step, group: Candidates, prompts: np.ndarray) -> np.ndarray:
-    """Bytes of the cache of so many prompts, [prompts, place]."""
+    """Bytes of the cache of so many prompts, [prompts, mesh]."""
     own = cache_bytes(problem, step, group.structure, group.mesh, prompts, problem.load.prefilled(prompts))
-    return np.broadcast_to(own, (len(prompts), len(group.chips)))[:, group.places]
+    return np.broadcast_to(own, (len(prompts), len(group.chips)))
 
 
 def _fastest(columns: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
-    """Of the places of each mesh, those that its fastest one, the first of equals, does not beat in all columns.
+    """Of the places of each mesh, those that its fastest few, the first of equals, do not beat in all columns.
 
     Args:
         columns: [batch, place], the seconds first.
@@ -297,15 +308,20 @@ def _fastest(columns: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
     Returns: [batch, place] which.
     """
     starts = np.flatnonzero(np.diff(places, prepend=-1))
-    seconds = columns[0]
     number = np.arange(len(places))
-    is_least = seconds == np.minimum.reduceat(seconds, starts, axis=1)[:, places]
-    first = np.minimum.reduceat(np.where(is_least, number, len(places)), starts, axis=1)[:, places]
-    beaten = np.ones(seconds.shape, dtype=bool)
-    for column in columns[1:]:
-        beaten &= column >= np.take_along_axis(column, first, axis=1)
-    kept: np.ndarray = ~beaten | (number == first)
-    return kept
+    left = np.ones(columns[0].shape, dtype=bool)
+    kept = np.zeros(columns[0].shape, dtype=bool)
+    for _ in range(_ROUNDS):
+        seconds = np.where(left, columns[0], np.inf)
+        is_least = left & (seconds == np.minimum.reduceat(seconds, starts, axis=1)[:, places])
+        first = np.minimum.reduceat(np.where(is_least, number, len(places)), starts, axis=1)[:, places]
+        some = np.minimum(first, len(places) - 1)  # of meshes without a place that is left any other
+        kept |= number == first
+        beaten = np.logical_and.reduce([c >= np.take_along_axis(c, some, axis=1) for c in columns])
+        left &= ~beaten & (number != first)
+        if not left.any():
+            break
+    return kept | left
 
 
 def _step_sizes(load: ServingLoad, step: Step, batch: np.ndarray, mesh: dict[str, np.ndarray]) -> _Steps:
