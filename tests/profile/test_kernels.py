@@ -177,6 +177,27 @@ COLLECTIVES = {
 }
 
 
+#: Operation of a framework that launched a kernel, the kernel, its category.
+LAUNCHED = (
+    ("_C::rotary_embedding", "void vllm::rotary_embedding_kernel<c10::BFloat16, true>", "elementwise"),
+    ("_moe_C::topk_softmax", "void vllm::moe::topkGatingSoftmax<8, 128, 4, 16, 32, int>", "routing"),
+    ("sgl_kernel::topk_softmax", "void topkGatingSoftmax<8, 128, 4, 16, 32, int>", "routing"),
+    ("_C::fused_add_rms_norm", "void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "normalization"),
+    ("vllm::unified_attention_with_output", "kernel_unified_attention_2d", "attention"),
+    ("vllm::unified_attention_with_output", "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>", "cache"),
+    (
+        "sgl_kernel::fwd",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90>>",
+        "attention",
+    ),
+    ("_C::cutlass_scaled_mm", "void cutlass::device_kernel<vllm::enable_sm100f_only<vllm::GemmUniversal>>", "matmul"),
+    ("sgl_kernel::fp8_scaled_mm", "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal>", "matmul"),
+    ("aten::_foreach_copy_", "void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>>", "layout"),
+    ("aten::_fused_adamw_", "void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>>", "optimizer"),
+    ("aten::_softmax", "void softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, false>", "softmax"),
+)
+
+
 def named(table):
     return [(kind, line.strip()) for kind, lines in table.items() for line in lines.strip().splitlines()]
 
@@ -185,6 +206,11 @@ def named(table):
 def test_what_a_kernel_computes(category, kernel):
     assert kernel_activity(kernel, "kernel") == Activity.COMPUTE
     assert kernel_category(kernel) == category
+
+
+@pytest.mark.parametrize(("parent", "kernel", "category"), LAUNCHED)
+def test_what_was_launched(parent, kernel, category):
+    assert kernel_category(kernel, parent) == category
 
 
 @pytest.mark.parametrize(("kind", "kernel"), named(COLLECTIVES))

@@ -43,6 +43,21 @@ def test_prefills_and_decode_steps_are_not_averaged(names, prefill, taken):
     assert sum(c.seconds for c in gaps) == pytest.approx(profile.partition_s["idle"])
 
 
+@pytest.mark.parametrize(
+    ("names", "steps"),
+    [("train {}", 3), ("gpu_model_runner: forward", 3), ("layer {}", 1), ("Transformer block {}", 1)],
+)
+def test_numbered_markers_are_steps_unless_they_are_layers(names, steps):
+    """Operations that run once each: without markers they are one step."""
+    ops = tuple(OpKind(f"op{n}", Activity.COMPUTE, "matmul") for n in range(3))
+    stream, markers = StreamBuilder("7"), []
+    for number in range(3):
+        markers.append(Marker(names.format(number), 10 * number * MS, 8 * MS))
+        stream.add((10 * number + 1) * MS, 7 * MS, number, 10 * number * MS + 1)
+    trace = Trace("x", "kineto", ops, (Device("GPU 0", "", None, "", (stream.build(),)),), tuple(markers))
+    assert len(profile_traces([trace]).devices[0].lane.steps) == steps
+
+
 def test_a_pattern_chooses_any():
     trace = served(VLLM, ["decode", "prefill", "decode", "decode"], {"decode": 3, "prefill": 4})
     assert len(profile_traces([trace], step="execute").devices[0].lane.steps) == 4

@@ -109,8 +109,9 @@ _PARENTS = {
     "optimizer": "::_fused_adam ::_foreach_(?!copy) optimizer",
     "layout": "::_foreach_copy fsdp::\\w*(copy|cat) ::split_with_sizes_copy",
     "normalization": "_norm(_|$) layer_norm rms_norm batch_norm",
+    "routing": "^_moe_C:: topk_softmax grouped_topk moe_align moe_sum",
     "softmax": "softmax cross_entropy nll_loss",
-    "embedding": "embedding index_select ::index$ ::index_put",
+    "embedding": "(?<!rotary_)embedding index_select ::index$ ::index_put",
 }
 _PARENT_PATTERNS = tuple((kind, re.compile(words.replace(" ", "|"), re.IGNORECASE)) for kind, words in _PARENTS.items())
 

@@ -20,9 +20,10 @@ from meshwise.profile.trace import Device, Marker, Times, Trace
 _MARKED = (
     re.compile(r"ProfilerStep#\d+"),
     re.compile(r"(?!.*dummy).*\bstep[ _#:=]*\d+", re.IGNORECASE),
-    re.compile(r".+ \d+$"),
+    re.compile(r"(?!.*(layer|block|expert|head|micro|chunk|stage|bucket)).+ \d+$", re.IGNORECASE),
     re.compile(r"(step\[|decode|prefill|forward_batch|iteration).*", re.IGNORECASE),
     re.compile(r"execute_.*"),
+    re.compile(r"(gpu_)?model_runner: forward|run_batch"),
 )
 #: Kinds of steps that a server's markers tell apart: vLLM's say how many requests are prefilled and decoded.
 _KINDS = tuple(
