@@ -1,6 +1,7 @@
 """What the site has besides the pages: the book's chapters, the Python functions, and links that leave `docs/`.
 
-A Sphinx extension, named in `conf.py`. Directives: `chapter`, with the name of one; `functions`, all public names.
+A Sphinx extension, named in `conf.py`. Directives: `chapter` and `questions`, with the name of one; `functions`,
+all public names.
 """
 
 from __future__ import annotations
@@ -86,11 +87,22 @@ class Chapter(_Markdown):
         scripts = "".join(
             f'<script src="../_static/{name}.js"></script>' for name in ("recorded", f"recorded/{chapter}")
         )
-        headings = dict.fromkeys(s.problem.heading for s in own)
-        lines = [", ".join(f"[{h}](#{h.lower().replace(',', '').replace(' ', '-')})" for h in headings), ""]
+        lines: list[str] = []
         for heading, solutions in itertools.groupby(own, lambda s: s.problem.heading):
             lines += [f"## {heading}", "", *(line for s in solutions for line in _problem(s))]
         return self.parsed("\n".join([*lines, scripts]))
+
+
+class Questions(_Markdown):
+    """Links to the questions of a chapter, below it on the page."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """In the chapter's order."""
+        headings = dict.fromkeys(p.heading for p in problems().values() if p.chapter == self.arguments[0])
+        links = (f"[{h}](#{h.lower().replace(',', '').replace(' ', '-')})" for h in headings)
+        return self.parsed(", ".join(links))
 
 
 def _problem(solution: Solution) -> Iterator[str]:
@@ -185,12 +197,16 @@ def _function(name: str) -> Iterator[str]:
     yield ""
 
 
+#: A function as a default value, whose address differs from build to build.
+_FUNCTION = re.compile(r"<function \S+ at 0x[0-9a-f]+>")
+
+
 def _signature(value: object) -> str:
     """Its parameters, a line each where there are many."""
     if inspect.isclass(value) and issubclass(value, Exception):
         return ""
-    text = str(inspect.signature(value))  # type: ignore[arg-type]
-    parameters = [str(p) for p in inspect.signature(value).parameters.values()]  # type: ignore[arg-type]
+    signature = inspect.signature(value)  # type: ignore[arg-type]
+    text, *parameters = (_FUNCTION.sub("...", str(part)) for part in (signature, *signature.parameters.values()))
     return (
         text
         if len(text) < 90
@@ -236,6 +252,7 @@ def missing_chapters(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     app.add_directive("chapter", Chapter)
+    app.add_directive("questions", Questions)
     app.add_directive("functions", Functions)
     app.connect("source-read", within)
     app.connect("builder-inited", missing_chapters)

@@ -57,9 +57,11 @@ def test_every_page_of_the_repository_is_one_of_the_site(site):
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_every_problem_is_in_its_chapter_and_in_the_index_of_words(site, chapter):
     page = (site / "book" / f"{chapter}.html").read_text(encoding="utf-8")
+    above = page.partition("<h2>")[0]
     for problem in problems().values():
         if problem.chapter == chapter:
             assert f"meshwise book {problem.id}" in page
+            assert f">{problem.heading}</a>" in above
     assert f'"book/{chapter}"' in (site / "searchindex.js").read_text(encoding="utf-8")
 
 

@@ -164,6 +164,12 @@ def test_the_field_that_is_wrong_is_marked(page):
     assert 'value="many"' in body
 
 
+def test_a_name_that_is_not_known_marks_its_field_and_leads_to_those_that_are(page):
+    body = page.get("/train?model=no-such-model&on=v5e:4x8&batch-tokens=512Ki&seq-len=4096").text
+    assert re.findall(r'<input id="([^"]+)"[^>]*aria-invalid="true"', body) == ["f-model"]
+    assert '<a href="/models">all models</a>' in body
+
+
 def test_errors_of_the_api_are_those_of_the_command_line(page):
     for text in ("meshwise chips v5q", "meshwise plan train llama-3-70b --on v5e --batch-tokens 64Ki --seq-len 4096"):
         verb, pairs = parse_command(text)

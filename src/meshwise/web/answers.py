@@ -75,7 +75,9 @@ class Answered:
     def wrong(self) -> tuple[str, ...]:
         """Keys of the options that a failure is about."""
         named = re.findall(r"^(--[a-z-]+|[A-Z|]+)(?=[: ])", self.message, re.MULTILINE)
-        return tuple(o.key for o in options(self.verb).values() if o.typed in named)
+        unknown = re.findall(r"^unknown [\w ]+ '([^']+)'", self.message)
+        meant = [key for key, text in self.pairs for name in unknown if name in text]
+        return tuple(o.key for o in options(self.verb).values() if o.typed in named or o.key in meant)
 
 
 #: Option that writes a file -> the file's name.

@@ -150,7 +150,10 @@ def _cells(row: Sequence[str | Markup], right: Sequence[bool], named: Named, *, 
         text = cell if isinstance(cell, Markup) else Markup("<br>").join(escape(s) for s in cell.strip().split("\n"))
         if number == 0 and cell in named:
             text = Markup('<a href="{}">{}</a>').format(named[cell], text.replace(".", Markup(".<wbr>")))
-        mark = Markup('<th scope="row"{}>{}</th>') if facts and number == 0 and text else Markup("<td{}>{}</td>")
+        if facts and number == 0 and text:
+            mark, text = Markup('<th scope="row"{}>{}</th>'), text.replace("_", Markup("_<wbr>"))
+        else:
+            mark = Markup("<td{}>{}</td>")
         out += mark.format(_class(flush), text)
     return out
 

@@ -160,7 +160,8 @@ def _meant(answered: Answered) -> list[tuple[str, str]]:
     """The same question with the nearest names in place of one that is not known."""
     unknown = re.search(r"unknown [\w ]+ '([^']+)'\. Nearest: ([^ ]+(?:, [^ ]+)*)[.]", answered.message)
     if unknown is None:
-        return []
+        kind = re.match(r"unknown (model|chip) ", answered.message)
+        return [(f"all {kind[1]}s", link(f"{kind[1]}s", ()))] if kind else []
     keys = [key for key, text in answered.pairs if unknown[1] in text.split(":")[0]]
     texts = dict(answered.pairs)
     return [
