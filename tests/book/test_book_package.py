@@ -18,6 +18,7 @@ from meshwise.cli.main import main
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.formula import Formula
 from meshwise.costs.rules import RULES, PutText
+from meshwise.report.book import solution_report
 from tests.book.book_rows import EXACT
 
 KNOWN = [p for p in problems().values() if p.recomputed is not None]
@@ -31,6 +32,7 @@ def test_every_problem_has_one_answer_and_a_working():
         assert solution.verdict in VERDICTS
         assert solution.explanation.formula
         assert solution.explanation.substitution
+        assert solution_report(solution, None, {}).envelope(explain=True)["explanations"][0]["formula"]
         assert isinstance(solution.value, str) == (problem.unit in ("verdict", "shape", "slice", "XxY"))
 
 
@@ -98,6 +100,8 @@ def test_the_command_answers_one_several_and_all(capsys):
     assert main(["book", "roofline.q2", "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert (one["id"], one["verdict"], one["printed"]) == ("roofline.q2.Bcrit", "agrees", 120)
+    assert [meshwise.answer_book(name)[0].problem.id for name in problems()] == list(problems())
+    assert all(len(meshwise.answer_book(name)) == 1 for name in problems())
     assert main(["book", "tpus.q6", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["answers"]) == 11
     assert main(["book", "--all", "--json"]) == 0

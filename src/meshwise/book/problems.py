@@ -355,7 +355,7 @@ def solve(problem: Problem, changes: Mapping[str, str] | None = None) -> Solutio
     if not isinstance(value, str):
         value = float(value) / UNITS.get(problem.unit, 1)
     shown = value if isinstance(value, str) else f"{value:.6g} {problem.unit}"
-    how = Explanation(problem.id, working.formula, working.substitution, shown, problem.source)
+    how = Explanation(problem.id, str(working.formula), working.substitution, shown, problem.source)
     return Solution(problem, values, tuple(changed), value, how, verb, reason)
 
 
