@@ -50,3 +50,15 @@ def test_a_merger_as_wide_as_merged_patches_is_read() -> None:
     assert spec_of({**config, "merged_hidden_size": wide}) == spec_of(config)
     with pytest.raises(ConfigError, match=f"'merged_hidden_size': expected {wide}"):
         spec_of({**config, "merged_hidden_size": wide + 1})
+
+
+def test_windows_of_exaone_are_counted_or_spelled() -> None:
+    config = {
+        "model_type": "exaone4", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "sliding_window": 16,
+    }  # fmt: skip
+    spelled = spec_of({**config, "sliding_window_pattern": "LLLG"})
+    assert spelled == spec_of({**config, "sliding_window_pattern": 4})
+    assert spelled != spec_of({**config, "sliding_window_pattern": "LG"})
+    with pytest.raises(ConfigError, match="expected a number, or letters L and G; found 'LXG'"):
+        spec_of({**config, "sliding_window_pattern": "LXG"})

@@ -79,7 +79,7 @@ def test_the_plain_configuration_is_accepted() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, ["'architectures'", "LlamaForCausalLM"]),
         ({"add_cross_attention": True}, ["'add_cross_attention': expected false, found true"]),
         ({"model_type": "lama"}, ["model_type 'lama'", "not understood", "nearest: ", "llama"]),
-        ({"model_type": "zzzz"}, ["model_type 'zzzz'", "not understood", "known: ", "qwen3"]),
+        ({"model_type": "zzzz"}, ["model_type 'zzzz'", "not understood", "known: ", "qwen3", "dimensions", "D=4096"]),
         ({"model_type": 7}, ["'model_type'", "found 7"]),
         ({"model_type": "kimi_linear"}, ["model_type 'kimi_linear'", "not supported yet", "linear-attention"]),
     ],

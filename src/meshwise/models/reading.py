@@ -72,7 +72,10 @@ def _family(config: Mapping[str, Any], where: str) -> Family | Towered:
     if kind not in FAMILIES:
         near = difflib.get_close_matches(kind, FAMILIES, n=3, cutoff=0.6)
         known = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(sorted(FAMILIES))}"
-        raise ConfigError(f"{where}: model_type {kind!r} is not understood; {known}")
+        raise ConfigError(
+            f"{where}: model_type {kind!r} is not understood; {known}. Decoders of other families are said by "
+            "dimensions instead of a file: 'D=4096 F=14336 L=32 N=32 K=8 H=128 V=128256', E, top_k and Fe of experts"
+        )
     return FAMILIES[kind]
 
 

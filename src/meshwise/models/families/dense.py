@@ -11,16 +11,18 @@ from meshwise.core.errors import ConfigError
 from meshwise.models.families.features import LAYER_NORM, Family, Heads, Numbers, biases, family, heads, mlp
 from meshwise.models.families.keys import (
     ANY_LIST,
+    COUNT,
     OFF,
     ON,
     POSITIONS,
     REQUIRED,
+    TEXT,
+    Either,
     Held,
     Inside,
     Keys,
     Listed,
     Only,
-    maybe,
     only,
     schema,
 )
@@ -176,12 +178,23 @@ OLMO2 = family(
     numbers=Numbers(epsilon=1e-5),
 )  # fmt: skip
 OLMO3 = family("olmo3", "Olmo3ForCausalLM", OLMO2, {"sliding_window": 4096, "layer_types": None}, local=4)
+
+
+def _exaone_windows(k: Keys, index: int) -> bool:
+    """The pattern is a count, of which the last sees all, or letters: L of a window, G of all."""
+    pattern = k.sliding_window_pattern or 1
+    if not isinstance(pattern, str):
+        return k.sliding_window is not None and bool((index + 1) % pattern)
+    if not set(pattern) <= {"L", "G"}:
+        raise ConfigError(f"key 'sliding_window_pattern': expected a number, or letters L and G; found {pattern!r}")
+    return k.sliding_window is not None and pattern[index % len(pattern)] == "L"
+
+
 EXAONE4 = family(
     "exaone4", "Exaone4ForCausalLM", OLMO2, {
         "intermediate_size": 16384, "num_key_value_heads": 32, "attention_bias": OFF, "sliding_window": 4096,
-        "layer_types": None, "sliding_window_pattern": maybe(4),
-    }, qk_norm=BY_HEAD, rope="local",
-    local=lambda k, index: k.sliding_window is not None and bool((index + 1) % (k.sliding_window_pattern or 1)),
+        "layer_types": None, "sliding_window_pattern": Held(Either((COUNT, TEXT)), 4, null=True),
+    }, qk_norm=BY_HEAD, rope="local", local=_exaone_windows,
 )  # fmt: skip
 
 ARCEE = family(
