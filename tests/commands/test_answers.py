@@ -5,6 +5,7 @@ import json
 import pytest
 
 import meshwise
+from meshwise.core.errors import MeshwiseError
 
 LOAD = {"on": "h100:2", "prompt": 512, "output": 64}
 JOB = {"on": "h100:4", "batch_tokens": "64Ki", "seq_len": 2048}
@@ -41,3 +42,34 @@ def test_a_plan_is_a_line():
     plan = ASKED["estimate_train"]().plans[0]
     assert repr(plan).startswith("<Plan: llama-3-8b on 4 x H100 SXM, fsdp=4,")
     assert len(repr(plan)) < 200
+
+
+@pytest.mark.parametrize(
+    ("ask", "line"),
+    [
+        (lambda: meshwise.model("llama-3-8b"), "<Model: llama-3-8b, 8.03B parameters>"),
+        (lambda: meshwise.chip("h100"), "<Chip: H100 SXM>"),
+        (lambda: meshwise.cluster("h100:8"), "<Cluster: h100:8 -> 8 x H100 SXM, nvlink 8, 1 host>"),
+    ],
+)
+def test_what_is_found_by_name_is_a_line_a_screen_a_page_and_values(ask, line):
+    found = ask()
+    assert repr(found) == line
+    assert str(found).replace("\n", " ").startswith(found.to_dict()["answer"])
+    assert found._repr_html_().startswith("<pre>")
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("plan_train", "maxtext"), ("plan_serve", "vllm"), ("estimate_serve", "vllm")]
+)
+def test_what_a_search_or_an_estimate_gives_is_exported(name, to):
+    answer = ASKED[name]()
+    text = meshwise.export(answer, to=to).text
+    if name != "estimate_serve":
+        assert meshwise.export(answer.plans[0], to=to).text == text
+    assert to in text.lower()
+
+
+def test_what_is_no_plan_is_not_exported():
+    with pytest.raises(MeshwiseError, match="expected a plan or the file of one, found <Chip: H100 SXM>"):
+        meshwise.export(meshwise.chip("h100"), to="megatron")

@@ -12,6 +12,7 @@ from meshwise.commands.command import Screen, verb
 from meshwise.commands.requests import ModelName, Request
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, parse_count
 from meshwise.hardware import (
     Chip,
@@ -126,10 +127,21 @@ def show_model(screen: Screen, request: _ModelRequest) -> None:
     or dimensions in the book's letters: 'D=4096 F=14336 L=32 N=32 K=8 V=128256' (see also E, top_k, Fe; gated, tied).
     """
     loaded = load_model(request.model)
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, loaded.max_seq_len or DEFAULT_SEQ_LEN)
+    seq_len = request.seq_len or _usual_length(loaded)
     check_length(loaded, seq_len)
     inputs = request.echo() | {"seq_len_tokens": seq_len}
     screen.show(model_report(loaded, seq_len=seq_len, kv_dtype=request.kv_dtype, inputs=inputs))
+
+
+def _usual_length(model: Model) -> int:
+    return min(DEFAULT_SEQ_LEN, model.max_seq_len or DEFAULT_SEQ_LEN)
+
+
+Answer.reports[Model] = lambda model: model_report(
+    model, seq_len=_usual_length(model), kv_dtype=DType.BF16, inputs={"model": model.name}
+)
+Answer.reports[Chip] = lambda chip: chip_report(chip, {})
+Answer.reports[Cluster] = lambda cluster: cluster_report(cluster, {})
 
 
 @verb()

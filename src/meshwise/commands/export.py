@@ -14,21 +14,26 @@ from meshwise.commands.command import Screen, verb
 from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
 from meshwise.commands.requests import File, Request, attributes
 from meshwise.core.errors import MeshwiseError, MissingDependencyError
+from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.exports import TARGETS, Exported, hand_over
 from meshwise.exports.serving import SERVING_TARGETS, hand_over_serving
 from meshwise.report.export import ExportedWeights, export_report, weights_report
 from meshwise.runtime.devices import find_devices
-from meshwise.search import Plan
-from meshwise.search.serving import ServingPlan
+from meshwise.search import Plan, PlanResult
+from meshwise.search.serving import ServingPlan, ServingPlanResult
+
+#: What is exported: a plan, the file of one, and what searches and estimates give.
+Exportable = Plan | ServingPlan | PlanResult | ServingPlanResult | ServingEstimate | str | os.PathLike[str]
 
 
-def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exported:
+def export(plan: Exportable, *, to: str) -> Exported:
     """Write a plan as the configuration of another tool: what `meshwise export` answers, as values.
 
     `estimate_train` shows an example.
 
     Args:
-        plan: a plan of training or of serving, or the file that one was saved in.
+        plan: a plan of training or of serving, or the file that one was saved in; of what a search found, the first;
+            an estimate of serving.
         to: for training "maxtext", "megatron", "torchtitan", "deepspeed" or "jax"; for serving "vllm", "sglang",
             "tensorrt-llm" or "jetstream".
 
@@ -40,6 +45,10 @@ def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exp
     """
     if not isinstance(to, str):
         raise MeshwiseError(f"to: expected the name of a tool, found {to!r}")
+    if isinstance(plan, PlanResult | ServingPlanResult):
+        plan = plan.plans[0]
+    if isinstance(plan, ServingEstimate):
+        plan = ServingPlan(plan.problem, plan)
     if not isinstance(plan, Plan | ServingPlan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
     if not isinstance(plan, Plan | ServingPlan):

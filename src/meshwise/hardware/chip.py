@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, UnknownNameError
+from meshwise.core.explanation import Answer
 from meshwise.hardware.network import Level
 
 # What a matmul unit does with operands that it has no rate for: it widens them. Only conversions that lose nothing.
@@ -60,8 +61,8 @@ class Measured:
     operation: float
 
 
-@dataclass(frozen=True)
-class Chip:
+@dataclass(frozen=True, repr=False)
+class Chip(Answer):
     """A *chip* is the package that is bought, placed and priced; a core is inside it; a device is what JAX sees.
 
     Rates are FLOP/s and bytes/s of one whole chip, dense (never the 2:4-sparse figure); capacities are bytes, latencies
@@ -117,6 +118,9 @@ class Chip:
     def hbm_usable(self) -> float:
         """Bytes against which a program's memory is checked: as the device reports them, else the data sheet's."""
         return self.hbm_reported or self.hbm_capacity
+
+    def __repr__(self) -> str:
+        return f"<Chip: {self.title}>"
 
     def __hash__(self) -> int:
         return hash((self.name, self.hbm_capacity, self.hbm_bandwidth, self.price_per_chip_hour))

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import ClusterError
+from meshwise.core.explanation import Answer
 from meshwise.hardware.chip import Chip
 from meshwise.hardware.network import Torus, Tree
 
 
-@dataclass(frozen=True)
-class Cluster:
+@dataclass(frozen=True, repr=False)
+class Cluster(Answer):
     """`num_chips` of `chip` in `num_slices` equal slices; `network` wires one slice, DCN joins slices.
 
     `name` is what was typed, without spaces and in lower case; it parses back to the same cluster.
@@ -34,6 +35,9 @@ class Cluster:
     dcn_latency: float = 0.0
     notes: tuple[str, ...] = ()
     document: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Cluster: {self.describe()}>"
 
     def __post_init__(self) -> None:
         """Check that the network carries exactly the chips, and that several slices have something between them."""

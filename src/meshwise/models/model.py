@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, LayoutError
+from meshwise.core.explanation import Answer
 from meshwise.core.kernels import Scan
 from meshwise.core.tensors import Attention, Program, Tensor
+from meshwise.core.units import format_count
 from meshwise.models.build import build_mtp, build_serving, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
@@ -93,8 +95,8 @@ class Quantization:
         return min((d for d in (self.weights, self.experts) if d is not None), key=lambda d: d.bits, default=None)
 
 
-@dataclass(frozen=True)
-class Model:
+@dataclass(frozen=True, repr=False)
+class Model(Answer):
     """What is computed: a decoder, described once.
 
     Args:
@@ -126,6 +128,9 @@ class Model:
 
     def __hash__(self) -> int:
         return hash((self.name, self.family, self.spec))
+
+    def __repr__(self) -> str:
+        return f"<Model: {self.name}, {format_count(self.parameters.total)} parameters>"
 
     @property
     def num_layers(self) -> int:

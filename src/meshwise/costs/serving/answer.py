@@ -6,7 +6,7 @@ Not here: where the numbers come from (`estimate`, `room`), words (`report`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwise.core.explanation import Answer
@@ -98,6 +98,7 @@ class ServingEstimate(Answer):
         usd_per_chip_hour: None where no price is known.
         output: tokens that a request gets.
         computed: tokens of its prompt that are not cached already.
+        problem: what was asked.
     """
 
     setup: ServingSetup
@@ -115,6 +116,7 @@ class ServingEstimate(Answer):
     usd_per_chip_hour: float | None
     output: float
     computed: float
+    problem: ServingProblem = field(compare=False)
 
     @property
     def memory(self) -> Mapping[str, float]:

@@ -179,6 +179,7 @@ def estimate_serving(
         usd_per_chip_hour=problem.cluster.price_per_chip_hour,
         output=load.output,
         computed=load.computed,
+        problem=problem,
     )
 
 
