@@ -155,12 +155,11 @@ def estimate_serving(
         setup, prefill, decode, num_steps, load.output - 1, load.tokens_per_step, mixed=mixed, aggregated=aggregated
     )
     handover = cache_transfer_seconds(problem, fabric, setup)
-    gathering = full.gathering
     running = 0.5 if aggregated else 0.0
     ttft = Interval(
         prefill.seconds.lower,
-        prefill.seconds.expected + handover + gathering + running * decode.seconds.expected,
-        prefill.seconds.upper + handover + 2 * gathering + running * 2 * decode.seconds.upper,
+        prefill.seconds.expected + handover + full.gathering + running * decode.seconds.expected,
+        prefill.seconds.upper + handover + 2 * full.gathering + running * 2 * decode.seconds.upper,
     )
     rate, share = full.requests_per_s_and_prefill_share()
     return ServingEstimate(
@@ -168,7 +167,7 @@ def estimate_serving(
         prefill=prefill,
         decode=decode,
         handover_s=handover,
-        gathering_s=gathering,
+        gathering_s=full.gathering,
         ttft=ttft,
         tpot=Interval(full.tpot("lower"), full.tpot("expected"), full.tpot("upper")),
         requests_per_s=rate,
