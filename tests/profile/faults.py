@@ -95,7 +95,7 @@ def with_gap(traces, seconds, into=0.5, once=False):
             first, last = np.searchsorted(start, bounds)
             places = np.flatnonzero(free[first + 1 : last]) + first + 1
             cuts.append(int(start[places[np.argmin(abs(places - first - into * (last - first)))]]))
-        cuts = cuts[-2:-1] if once else cuts  # the last may lack its end
+        cuts = (cuts[-2:-1] or cuts) if once else cuts  # the last may lack its end
         found.append(_host_stopped(trace, np.array(cuts), round(seconds * 1e12)))
         cut = np.array(cuts), np.full(len(cuts), round(seconds * 1e12))
         (found[-1],) = stopped([found[-1]], {(0, place): cut for place in range(-1, len(trace.devices))})

@@ -266,8 +266,10 @@ def _steady(device: Device, steps: Steps, factor: float) -> Steps:
     """Leave out first steps that are not steady; end the last where the next operation begins, if one follows soon."""
     steps = _closed(device, steps)
     duration = steps.duration
-    first = 0  # compared with later steps but the last, which may lack what follows it
-    while len(duration) - first > 2 and duration[first] > factor * np.median(duration[first + 1 : -1]):
+    first = 0  # compared with later steps but the last, which may lack what follows it; some may have been held up
+    while len(duration) - first > 2 and duration[first] > factor * np.quantile(
+        duration[first + 1 : -1], 0.5, method="lower"
+    ):
         first += 1
     if len(duration) == 2 and duration[0] > max(1.5, factor) * duration[1]:
         first = 1
