@@ -7,8 +7,6 @@ read their signatures in `__init__.pyi`, which `python docs/generate.py` writes.
 
 from __future__ import annotations
 
-import importlib
-
 __version__ = "0.1.0"
 
 #: Module -> the public names that are loaded from it.
@@ -52,6 +50,8 @@ def __getattr__(name: str) -> object:
     """Load a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 -- the first instants of a command load nothing in which Ctrl-C could fall
+
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 
@@ -23,6 +22,8 @@ def main() -> int:
         print("error: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     finally:
+        import signal  # noqa: PLC0415 -- takes milliseconds, in which Ctrl-C would be a traceback
+
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said
 
 
