@@ -124,22 +124,24 @@ def test_megatron_parses_its_arguments_and_makes_its_configuration(monkeypatch):
         module.validate_args(args)
         return args, module.core_transformer_config_from_args(args)
 
-    for plan, text in exported("megatron"):
+    def hold(module, plan, text):
         layout = plan.layout
-        with megatron_arguments(10 if DType.FP4 in plan.problem.cluster.chip.flops_per_s else 9) as module:
-            args, config = parse(module, plan, text)
-            ranks = layout.num_chips // (layout.tensor * layout.stage * layout.context * layout.ulysses)
-            assert args.data_parallel_size == ranks
-            assert args.global_batch_size == ranks * args.micro_batch_size * layout.num_microbatches
-            assert config.num_layers == plan.problem.model.num_layers
-            if "CUDA_DEVICE" in text:  # what the text asks of the environment is needed
-                monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1" if "unset CUDA" in text else "8")
-                other = text.replace("export CUDA_DEVICE_MAX_CONNECTIONS=1", "")
-                if "--overlap-moe-expert-parallel-comm" not in text and "unset" not in text:
-                    with pytest.raises(AssertionError, match="CUDA_DEVICE_MAX_CONNECTIONS"):
-                        parse(module, plan, other)
-            with pytest.raises(AssertionError, match="not divisible by total_model_size"):
-                parse(module, plan, text, "--tensor-model-parallel-size", str(2 * layout.num_chips))
+        args, config = parse(module, plan, text)
+        ranks = layout.num_chips // (layout.tensor * layout.stage * layout.context * layout.ulysses)
+        assert args.data_parallel_size == ranks
+        assert args.global_batch_size == ranks * args.micro_batch_size * layout.num_microbatches
+        assert config.num_layers == plan.problem.model.num_layers
+        if "export CUDA_DEVICE" in text and "--overlap-moe-expert-parallel-comm" not in text:
+            with pytest.raises(AssertionError, match="CUDA_DEVICE_MAX_CONNECTIONS"):  # what the text sets is needed
+                parse(module, plan, text.replace("export CUDA_DEVICE_MAX_CONNECTIONS=1", ""))
+        with pytest.raises(AssertionError, match="not divisible by total_model_size"):
+            parse(module, plan, text, "--tensor-model-parallel-size", str(2 * layout.num_chips))
+
+    for capability in (9, 10):
+        with megatron_arguments(capability) as module:
+            for plan, text in exported("megatron"):
+                if (DType.FP4 in plan.problem.cluster.chip.flops_per_s) == (capability == 10):
+                    hold(module, plan, text)
 
 
 def test_maxtext_makes_its_configuration():
