@@ -1,10 +1,12 @@
-"""Decoding beside CTranslate2: tokens/s of the same dimensions in fp32 on this machine's CPU, in turns.
+"""Decoding beside CTranslate2 and llama.cpp: tokens/s of the same dimensions in fp32 on this machine's CPU, in turns.
 
     pip install ctranslate2
     python benchmarks/decode.py smollm2-135m --batch 1,8
+    pip install ik-llama-cpp-python  # a build of llama.cpp's fork for Python; it decodes one request at a time
+    python benchmarks/decode.py smollm2-135m --batch 1 --gguf smollm2-135m-f32.gguf
 
-Weights are drawn: what is measured does not depend on their values. Each round times both, so that other load on the
-machine meets both alike; the ratio is the median over rounds.
+Weights are drawn: what is measured does not depend on their values; llama.cpp reads its own from an F32 file of the
+same model. Each round times all, so that other load on the machine meets all alike; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,18 @@ def peer_seconds(generator: ctranslate2.Generator, batch: int) -> float:
     return timed(OUTPUT) - timed(1)
 
 
+def llama_seconds(llama: Any, batch: int) -> float:
+    """The same of llama.cpp, for one request."""
+    assert batch == 1, "--gguf: give --batch 1"
+
+    def timed(count: int) -> float:
+        begun = time.perf_counter()
+        assert len(llama.generate(list(range(3, 3 + PROMPT)), max_tokens=count)) == count
+        return time.perf_counter() - begun
+
+    return timed(OUTPUT) - timed(1)
+
+
 def own_seconds(engine: Engine, batch: int) -> float:
     """The same of our engine: its steps that decode all requests."""
     for k in range(batch):
@@ -98,6 +114,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gguf", help="an F32 file of the model, for llama.cpp")
     given = parser.parse_args()
     model, batches = load_model(given.model), [int(word) for word in given.batch.split(",")]
     compile_cache(None)
@@ -106,14 +123,20 @@ def main() -> None:
                   progress=lambda _: None, say=lambda _: None)  # fmt: skip
     engine = Engine(made.scheduling, made.blocks, made.executor, block_tokens=BLOCK_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
-        generator = peer(model, Path(folder))
+        peers: dict[str, Callable[[int], float]] = {"CTranslate2": partial(peer_seconds, peer(model, Path(folder)))}
+        if given.gguf is not None:
+            from ik_llama_cpp import IkLlama  # noqa: PLC0415 -- only where it is asked for
+
+            peers["llama.cpp"] = partial(llama_seconds, IkLlama(given.gguf, n_ctx=512, n_threads=2))
         for batch in batches:
-            own_seconds(engine, batch), peer_seconds(generator, batch)
-            rounds = [(own_seconds(engine, batch), peer_seconds(generator, batch)) for _ in range(given.rounds)]
+            timed = [partial(own_seconds, engine), *peers.values()]
+            rounds = [[seconds(batch) for seconds in timed] for _ in range(given.rounds + 1)][1:]  # after a warm-up
             tokens = batch * (OUTPUT - 1)
-            own, other = (tokens / statistics.median(seconds) for seconds in zip(*rounds, strict=True))
-            ratio = statistics.median(b / a for a, b in rounds)
-            print(f"{model.name}, batch {batch}: {own:.1f} tokens/s, CTranslate2 {other:.1f}; ratio {ratio:.2f}")
+            rates = [tokens / statistics.median(column) for column in zip(*rounds, strict=True)]
+            print(f"{model.name}, batch {batch}: {rates[0]:.1f} tokens/s")
+            for place, name in enumerate(peers, 1):
+                ratio = statistics.median(one[place] / one[0] for one in rounds)
+                print(f"  {name}: {rates[place]:.1f}; ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":
