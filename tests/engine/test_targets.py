@@ -23,6 +23,8 @@ def test_every_bucket_compiles_for_chips_that_are_not_there(cluster, tensor):
     made = paged_model(model, Layout(tensor=tensor), devices[:tensor], pages=PAGES, page_tokens=16, dtype=DType.BF16)
     pool = made.page_bytes * PAGES / tensor
     for bucket in plan_buckets(Scheduling("chunked", 4, 64), 64):
-        memory = made.compile(bucket, 128).memory_analysis()
+        program = made.compile(bucket, 128)
+        memory = program.memory_analysis()
         assert memory.temp_size_in_bytes < pool / 10, bucket
         assert memory.alias_size_in_bytes == pytest.approx(pool, rel=0.01)
+        assert ("attend_pages" in program.as_text()) == cluster.startswith("h100"), "by a kernel where there is one"

@@ -96,7 +96,7 @@ def attend_paged(
             shape = (table.shape[0], rows.queries)
             grouped = q[0, own].reshape(*shape, *q.shape[2:])
             there = (positions[own].reshape(shape), pages[own].reshape(shape) >= 0)
-            parts.append(attend_rows(grouped, (keys, values), table + first, masks, there))
+            parts.append(_attend(grouped, (keys, values), table + first, masks, there, placement.platform))
             at += rows.tokens
         flat = [tuple(x.reshape(1, -1, *x.shape[2:]) for x in part) for part in parts]
         out, total = (jnp.concatenate(x, axis=1) for x in zip(*flat, strict=True))
@@ -121,6 +121,38 @@ def _write(pool: jax.Array, new: jax.Array, positions: jax.Array, pages: jax.Arr
     return pool.at[page, positions % pool.shape[1]].set(new.astype(pool.dtype), mode="drop")
 
 
+def _attend(  # noqa: PLR0917 -- arrays of one call
+    q: jax.Array,
+    pools: tuple[jax.Array, jax.Array],
+    tables: jax.Array,
+    masks: Masks,
+    there: tuple[jax.Array, jax.Array],
+    platform: str,
+) -> tuple[jax.Array, jax.Array]:
+    """As `attend_rows`, by the platform's kernel where it has one for what is asked."""
+    if not q.shape[0] or platform not in ("gpu", "cuda"):
+        return attend_rows(q, pools, tables, masks, there)
+    from meshwise.runtime.kernels import gpu_paged  # noqa: PLC0415  (loads Pallas)
+
+    refused = gpu_paged.refusal(q, pools)
+    with jax.named_scope(f"blocks, since {refused}" if refused else "fused"):
+        if refused:
+            return attend_rows(q, pools, tables, masks, there)
+        return gpu_paged.attend_rows(q, pools, tables, masks, there, seen_by_rows(there, masks))
+
+
+def seen_by_rows(there: tuple[jax.Array, jax.Array], masks: Masks) -> tuple[jax.Array, jax.Array]:
+    """Of each row the first position that a query of it sees, and its last query's; none: the last is below the first.
+
+    Args:
+        there: positions of queries, and whether they are any [rows, queries].
+        masks: what is seen.
+    """
+    positions, real = there
+    low = jnp.min(jnp.where(real, _least_seen(positions, masks), _FAR), axis=1)
+    return low, jnp.max(jnp.where(real, positions, -1), axis=1)
+
+
 def attend_rows(
     q: jax.Array,
     pools: tuple[jax.Array, jax.Array],
@@ -139,7 +171,7 @@ def attend_rows(
 
     Returns: output [rows, queries, N, Hv] in the format of q, and the logarithm of each denominator in fp32.
     """
-    (keys, values), (positions, real) = pools, there
+    (keys, values), positions, of_rows = pools, there[0], seen_by_rows(there, masks)
     rows, queries, heads, _ = q.shape
     page, kv_heads = keys.shape[1], keys.shape[2]
     each = max(min(_SPAN // page, tables.shape[1]), 1)  # pages at a time
@@ -169,9 +201,8 @@ def attend_rows(
         )
         return more, total * before + jnp.sum(weights, axis=-1), out * before[..., None] + part
 
-    last_of_row = jnp.max(positions, axis=1, keepdims=True)
-    low = jnp.min(jnp.where(real, _least_seen(positions, masks), _FAR))
-    high = jnp.max(jnp.where(real, positions, -1))
+    last_of_row = of_rows[1][:, None]
+    low, high = jnp.min(of_rows[0]), jnp.max(of_rows[1])
     shape = (rows, kv_heads, heads // kv_heads, queries)
     start = (
         jnp.full(shape, -jnp.inf, jnp.float32),
