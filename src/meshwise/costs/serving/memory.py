@@ -153,7 +153,7 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
     load = problem.load
     prompts = float(setup.prefill_batch)
     if step == "prefill" or both:
-        longest = load.prefilled(prompts) - load.cached_prefix
+        longest = max(load.prefilled(prompts) - load.cached_prefix, 1.0)  # of a prompt that is cached, its last
         # queries or keys are most in the last whole chunk, or in what is left after it
         long = prompt_sizes(load, prompts, mesh_sizes(setup.prefill), longest, setup.chunk, last=2)
         parts.append(step_memory(problem, "prefill", setup.prefill.structure, long))
