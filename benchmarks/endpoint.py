@@ -2,9 +2,11 @@
 
     python benchmarks/endpoint.py kills --times 30
     python benchmarks/endpoint.py soak --seconds 600 --clients 200
+    python benchmarks/endpoint.py http --times 3000
 
-Both serve a small model with drawn weights on a port of their own, and exit with 1 where something was not as it should
-be. `tests/engine/test_process.py` runs short ones.
+The first two serve a small model with drawn weights on a port of their own, and exit with 1 where something was not as
+it should be. `tests/engine/test_process.py` runs short ones. The third serves an engine whose steps take no time, to a
+client in a process of its own: what is left is the endpoint's own cost, and the client's.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,9 +29,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
+from meshwise.engine.engine import Engine, Work
+from meshwise.engine.http.metrics import Metrics
+from meshwise.engine.http.server import bind, make_server
+from meshwise.engine.http.service import Service, Settings
+from meshwise.engine.replicas import Replicas
+from meshwise.engine.requests import Token
+from meshwise.engine.vocabulary import numbers_only
+from meshwise.scheduling import Scheduling
+
+#: Tokens of the vocabulary of `http`.
+WORDS = 1000
 MODEL = "D=64 F=128 L=2 N=4 K=2 H=16 V=256"
 OPTIONS = ("--max-len", "256", "--max-batch", "8", "--max-step-tokens", "256", "--drain", "1s", "--max-queue", "400")
 
@@ -206,14 +222,66 @@ def soak(seconds: float, clients: int) -> tuple[Counter[str], list[str]]:
     return seen, wrong
 
 
+class Instant:
+    """Executes steps at once: each token follows the one before."""
+
+    def run(self, work: Work) -> list[Token]:
+        """The next tokens."""
+        return [Token((request.tokens[-1] + 1) % WORDS) for request in work.asking]
+
+
+def timed_requests(port: int, times: int, answer: Connection) -> None:
+    """Send requests one after the other on one connection, by a process of its own; seconds of each, by its kind."""
+    draw, line = drawing(0), http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    seconds: dict[str, list[float]] = {"one token": [], "64 tokens, streamed": []}
+    for number in range(times):
+        kind = list(seconds)[number % 2]
+        text = " ".join(str(draw.randrange(WORDS)) for _ in range(200))
+        said = {"model": "own", "messages": [{"role": "user", "content": text}], "max_tokens": (1, 64)[number % 2]}
+        body = json.dumps(said | {"stream": bool(number % 2), "temperature": 0})
+        begun = time.perf_counter()
+        line.request("POST", "/v1/chat/completions", body)
+        got = line.getresponse()
+        assert (got.status, bool(got.read())) == (200, True)
+        seconds[kind].append(time.perf_counter() - begun)
+    answer.send(seconds)
+
+
+def http_cost(times: int) -> dict[str, list[float]]:
+    """Seconds of requests to an endpoint whose engine takes no time."""
+    vocabulary, metrics = numbers_only(WORDS), Metrics()
+    engine = Engine(Scheduling(max_batch=8, prefix_cache=True), 4096, Instant(), watcher=metrics)
+    service = Service(Replicas([engine]), vocabulary, Settings("own", 1024), metrics)
+    taken = bind("127.0.0.1", 0)
+    server = make_server(service, "127.0.0.1", drain=1, most=100)
+    server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: server.run(sockets=[taken]))
+    thread.start()
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    given = (taken.getsockname()[1], times, there)
+    client = multiprocessing.get_context("spawn").Process(target=timed_requests, args=given)
+    client.start()
+    seconds: dict[str, list[float]] = here.recv()
+    client.join()
+    server.should_exit = True
+    thread.join()
+    return seconds
+
+
 def main() -> int:
-    """Run one of both."""
+    """Run one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("kills", "soak"))
+    parser.add_argument("what", choices=("kills", "soak", "http"))
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--clients", type=int, default=200)
     given = parser.parse_args()
+    if given.what == "http":
+        for kind, each in http_cost(given.times).items():
+            own = sorted(1e3 * one for one in each[len(each) // 10 :])  # after a warm-up
+            p99 = own[-(-99 * len(own) // 100) - 1]
+            print(f"{kind}: {len(own):,} requests, median {statistics.median(own):.2f} ms, p99 {p99:.2f} ms")
+        return 0
     if given.what == "soak":
         seen, wrong = soak(given.seconds, given.clients)
         print(f"{given.clients} connections, {given.seconds:g} s: {dict(seen)}", *wrong, sep="\n")

@@ -1,6 +1,6 @@
 """Causes in gaps: the device is idle while its host is late, waits for data, or compiles.
 
-Not here: where gaps are (`places`), copies (`host`).
+Not here: where gaps are (`places`), copies (`copies`).
 """
 
 from __future__ import annotations
