@@ -69,6 +69,9 @@ def test_a_tied_table_may_be_gathered_once():
         wanted("all-gather", X, 41 * MB, block="head", tensors=("norm.final", "w_embed")),
     ]
     assert reasons(both, [found("all-gather", X, 41 * MB)]) == {"all-gather over x": {"gathered once": -40.0}}
+    layers = [wanted("all-gather", X, 20 * MB, when=when) for when in ("forward", "backward")]
+    there = [found("all-gather", X, 41 * MB), found("all-gather", X, 40 * MB)]  # both passes of the layers, one table
+    assert reasons([*both, *layers], there) == {"all-gather over x": {"gathered once": -40.0}}
     untied = [both[0], wanted("all-gather", X, 41 * MB, block="head", tensors=("norm.final", "w_head"))]
     assert reasons(untied, [found("all-gather", X, 41 * MB)]) == {"all-gather over x": {"unexplained": -40.0}}
 

@@ -9,21 +9,16 @@ from meshwise.compiler.compiling import target_devices
 from meshwise.compiler.targets import Target
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError
-from meshwise.engine.engine import Engine
-from meshwise.engine.executor import JaxExecutor, plan_buckets
-from meshwise.engine.requests import Collected, EngineRequest, Sampling
 from meshwise.hardware import parse_cluster
 from meshwise.models import load_model, read_dimensions
 from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.narrow import FORMATS, Narrow, narrow
 from meshwise.runtime.params import Parameter
-from meshwise.runtime.steps import paged_model
-from meshwise.scheduling import Scheduling
+from meshwise.runtime.steps import ROW, Bucket, StepArrays, paged_model
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import dense
 
 MODEL = dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64")
-SCHEDULING = Scheduling("chunked", 4, 24)
 
 
 def made(layout=None, *, form=None, layered=False):
@@ -33,17 +28,15 @@ def made(layout=None, *, form=None, layered=False):
     return LayeredModel.of(model) if layered else model
 
 
-def answers(model, weights):
-    engine = Engine(SCHEDULING, 32, JaxExecutor(model, weights, SCHEDULING, 32), block_tokens=4)
-    draw = np.random.default_rng(0)
-    how = Sampling(logprobs=1)
-    requests = [EngineRequest(draw.integers(0, 64, n).tolist(), 12, Collected(), sampling=how) for n in (3, 9, 14)]
-    for request in requests:
-        engine.submit(request)
-    while engine.step():
-        pass
-    assert [len(request.sink.ids) for request in requests] == [12] * 3
-    return np.asarray([token.logprob for request in requests for token in request.sink.tokens])
+def logits(model, weights):
+    """Of the last of 14 tokens, prefilled in one step."""
+    tokens = np.random.default_rng(0).integers(0, 64, ROW).astype(np.int32)
+    places, real = np.arange(ROW, dtype=np.int32), np.arange(ROW) < 14
+    tables = np.arange(ROW // 4, dtype=np.int32)[None]
+    pages = np.where(real, places // 4, -1).astype(np.int32)
+    arrays = StepArrays(tokens, places * real, pages, tables[:0], tables, np.asarray([13], np.int32))
+    step = model.compile(Bucket(0, ROW, 1), ROW // 4)
+    return np.asarray(step(weights, model.empty_pool(), arrays)[0])
 
 
 def widened(weights, parameters):
@@ -85,12 +78,12 @@ def test_what_runs_is_the_model_of_the_rounded_weights(form, layout, layered):
     narrowed = [w for run in weights.values() for w in run.values() if isinstance(w, Narrow)]
     assert len(narrowed) == 7, "queries, keys, values, output, gate, up, down"
     full = {key: dict(run) for key, run in widened(weights, model.parameters).items()}
-    expected = answers(made(layout), full)
+    expected = logits(made(layout), full)
     if layered:
         model = made(layout, form=form, layered=True)
         weights = model.initial_weights(3)
-    np.testing.assert_allclose(answers(model, weights), expected, atol=2e-5)
-    assert np.abs(answers(made(), made().initial_weights(3)) - expected).max() > 1e-3, "rounding changes something"
+    np.testing.assert_allclose(logits(model, weights), expected, atol=2e-5)
+    assert np.abs(logits(made(), made().initial_weights(3)) - expected).max() > 1e-3, "rounding changes something"
 
 
 @pytest.mark.jax
@@ -129,8 +122,7 @@ def test_no_wide_copy_is_made_for_chips_that_are_not_there(cluster, tensor, form
     devices = target_devices(Target.of(parse_cluster(cluster)))[:tensor]
     own = {"pages": 64, "page_tokens": 16, "dtype": DType.BF16}
     wide, few = (paged_model(model, Layout(tensor=tensor), devices, narrow=n, **own) for n in (None, form))
-    bucket = plan_buckets(Scheduling("chunked", 4, 64), 64)[0]
-    of_wide, of_few = (m.compile(bucket, 8).memory_analysis() for m in (wide, few))
+    of_wide, of_few = (m.compile(Bucket(1, 0, 1), 8).memory_analysis() for m in (wide, few))
     layer = 2 * 4096 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 16384) / tensor
     assert of_wide.argument_size_in_bytes - of_few.argument_size_in_bytes == pytest.approx(4 * layer / 2, rel=0.01)
     assert of_few.temp_size_in_bytes < of_wide.temp_size_in_bytes + layer / 10

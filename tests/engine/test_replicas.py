@@ -113,7 +113,7 @@ def test_threads_serve_and_a_failure_is_told():
 def test_replicas_have_devices_of_their_own_and_answer_alike(layout):
     said = {"progress": lambda _: None, "say": lambda _: None}
     own = {"weights": None, "seed": 0, "dtype": None, "cpu_devices": None, **said}
-    limits = Limits(max_batch=2, max_step_tokens=32, max_len=32)
+    limits = Limits(max_batch=1, max_step_tokens=16, max_len=16)
     made = launch(load_model(MODEL), layout, limits, replicas=2, **own)
     chips = layout.num_chips
     devices = jax.devices()[: 2 * chips]
@@ -126,14 +126,14 @@ def test_replicas_have_devices_of_their_own_and_answer_alike(layout):
     prompts = np.random.default_rng(0).integers(0, 256, (6, 9)).tolist()
     requests = []
     for prompt in [*prompts, *prompts[::-1]]:  # each once on either replica
-        requests.append(EngineRequest(prompt, 8, Collected()))
+        requests.append(EngineRequest(prompt, 5, Collected()))
         replicas.submit(requests[-1])
     assert sorted(request.replica for request in requests) == [0] * 6 + [1] * 6
     finish(replicas)
     for one, other in zip(requests[:6], requests[:5:-1], strict=True):
         assert one.replica != other.replica
         assert one.sink.ids == other.sink.ids
-        assert len(one.sink.ids) == 8
+        assert len(one.sink.ids) == 5
 
 
 @pytest.mark.jax

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
-from meshwise.compiler.expected import Expected, ExpectedCollective
+from meshwise.compiler.expected import Expected
 from meshwise.compiler.hlo.rewrites import Meant
 from meshwise.compiler.lines import Difference, Line, explained
 
@@ -151,28 +151,29 @@ def _ring(ledger: _Ledger, expected: Expected) -> None:
 
 
 def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
-    """A gather of the backward pass whose tensors were gathered in the forward pass, too, and that is missing."""
+    """A gather whose tensors were gathered before, too, and that is missing: for the backward pass, or a tied table's.
+
+    First the blocks whose passes follow each other: nothing runs between the head's forward and backward, and the head
+    may find the table of the lookup.
+    """
     forward = {(e.block, e.axes, t) for e in expected.collectives if e.when == "forward" for t in e.tensors}
     again = [
         e
         for e in expected.collectives
         if e.when == "backward" and e.kind == "all-gather" and all((e.block, e.axes, t) in forward for t in e.tensors)
     ]
-    # First the blocks whose passes follow each other: nothing runs between the head's forward and backward.
-    for e in sorted(again, key=lambda e: (e.block != "head", -e.received)):
+    of_head, of_layers = ([e for e in again if (e.block == "head") == head] for head in (True, False))
+    heads = [e for e in expected.collectives if (e.block, e.when, e.kind) == ("head", "forward", "all-gather")]
+    tied = [
+        e
+        for e in expected.collectives
+        if e.when == "forward" and e.block != "head"
+        if any((e.kind, e.axes) == (o.kind, o.axes) and set(e.tensors) < set(o.tensors) for o in heads)
+    ]
+    for e in (*of_head, *tied, *sorted(of_layers, key=lambda e: -e.received)):
         key = e.kind, e.axes
-        if ledger.left[key] <= -0.99 * e.received and e.received:
+        if ledger.left[key] <= -0.99 * e.received < 0:
             ledger.explain(key, "gathered once", max(-e.received, ledger.left[key]))
-    for e in expected.collectives:  # a tied table, for the lookup and for the head
-        key = e.kind, e.axes
-        tied = any(key == (o.kind, o.axes) and set(e.tensors) < set(o.tensors) for o in _of_heads(expected))
-        if tied and e.when == "forward" and e.block != "head" and ledger.left[key] <= -0.99 * e.received < 0:
-            ledger.explain(key, "gathered once", max(-e.received, ledger.left[key]))
-
-
-def _of_heads(expected: Expected) -> list[ExpectedCollective]:
-    """Gathers of the head's forward pass."""
-    return [e for e in expected.collectives if e.block == "head" and e.when == "forward" and e.kind == "all-gather"]
 
 
 def _not_again(ledger: _Ledger, expected: Expected) -> None:
