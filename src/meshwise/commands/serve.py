@@ -240,6 +240,8 @@ def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> 
         logs = _open_logs(stack, request.log, request.replicas or asked.replicas)
         made = _launched(request, asked, progress=progress, say=say)
         costs = asked.predicted(made)
+        if costs is None and asked.cluster is not None:
+            say("nothing predicts the steps: 'bench machine' measures products of wide weights alone")
         predict = None if costs is None else partial(_predicted_seconds, costs, made)
         metrics = Metrics(predict)
         engines, kept = _replicas(request, made, metrics, logs)
