@@ -23,16 +23,10 @@ from meshwise.costs.schedules import find_schedule
 from meshwise.hardware import parse_cluster
 from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind, Mesh, Sharding
+from tests.costs.test_rules import CROSS, MATMUL, PREFILL, C, W
 
-C = st.floats(1e13, 1e16)
-W = st.floats(1e9, 1e12)
 SIZE = st.integers(1, 4096)
 BYTES = st.floats(1e6, 1e12)
-
-Q, KV = "bf16[B, T, K, G, H]", "bf16[B, {}, K, H]"
-CROSS = parse_operation(f"attention({Q}, {KV.format('S')}, {KV.format('S')}) -> {Q}")
-PREFILL = parse_operation(f"attention({Q}, {KV.format('T')}, {KV.format('T')}) -> {Q}")
-MATMUL = parse_operation("bf16[B, D] * bf16[D, F] -> bf16[B, F]")
 
 GATHER, EXCHANGE = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL
 
