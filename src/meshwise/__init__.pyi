@@ -190,7 +190,7 @@ def load(
     costs: str | None = None,
     prefix_tokens: int = 0,
     prefix_groups: int = 1,
-    vocabulary: int = 1000,
+    vocabulary: int | None = None,
     ignore_eos: bool = True,
     timeout: str | float = 600.0,
     chip: str = "",

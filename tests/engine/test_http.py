@@ -18,6 +18,7 @@ from meshwise.cli.main import main
 from meshwise.commands.load import LoadRequest
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.costs.engine import EngineCosts
+from meshwise.engine.client import find_model
 from meshwise.engine.engine import Engine
 from meshwise.engine.http.metrics import Metrics
 from meshwise.engine.http.server import bind, make_server
@@ -226,7 +227,8 @@ def test_what_a_template_refuses(running):
 def test_the_other_routes(running):
     assert running.ask("/health")[1] == {"status": "ok"}
     assert running.ask("/ready")[1] == {"ready": True}
-    assert [m["id"] for m in running.ask("/v1/models")[1]["data"]] == ["counting"]
+    (model,) = running.ask("/v1/models")[1]["data"]
+    assert (model["id"], model["max_model_len"], model["vocab_size"]) == ("counting", 200, len(WORDS))
     assert running.post("/tokenize", prompt="w3 w4")[1] == {"tokens": [3, 4], "count": 2, "max_model_len": 200}
     assert running.post("/tokenize", messages=[{"role": "user", "content": "w3"}])[1]["tokens"] == [3, 1]
     assert running.post("/detokenize", tokens=[3, 4])[1] == {"prompt": "w3 w4"}
@@ -312,7 +314,6 @@ def test_a_load_is_sent_and_simulated(running, tmp_path, capsys):
         "prompt": "uniform:4-12",
         "output": "5",
         "prefix_tokens": 8,
-        "vocabulary": 40,
     }
     hits = running.engine.scheduler.hit_tokens
     made = meshwise.load(f"http://127.0.0.1:{running.port}/v1", costs=str(costs), **asked)
@@ -335,7 +336,16 @@ def test_a_load_says_what_went_wrong(running):
     with pytest.raises(MeshwiseError, match="/v1/models: "):
         meshwise.load("http://127.0.0.1:9", rate=1.0)
     with pytest.raises(InfeasibleError, match="none of 3 requests was answered: 400: prompt: expected tokens"):
-        meshwise.load(f"http://127.0.0.1:{running.port}", rate=100.0, requests=3)
+        meshwise.load(f"http://127.0.0.1:{running.port}", rate=100.0, requests=3, vocabulary=10_000)
+
+
+def test_prompts_have_tokens_that_the_model_knows(running):
+    """As many as the endpoint says, 1,000 where it says nothing or lists no models."""
+    url = f"http://127.0.0.1:{running.port}"
+    found = [asyncio.run(find_model(u, None, m)) for u, m in ((url, None), (url, "other"), (f"{url}/none", "mine"))]
+    assert found == [("counting", len(WORDS)), ("other", 1000), ("mine", 1000)]
+    with pytest.raises(MeshwiseError, match="404"):
+        asyncio.run(find_model(f"{url}/none", None))
 
 
 def test_the_official_client_works_against_it(running):

@@ -62,8 +62,8 @@ class LoadRequest(Request):
     """Name of the model there; by default the first that the endpoint lists."""
     api_key: str | None = Field(default=None, exclude=True)
     """Key that the endpoint asks for."""
-    vocabulary: int = Field(default=1000, ge=2, le=2**31 - 1)
-    """Prompts are drawn from tokens below this number."""
+    vocabulary: int | None = Field(default=None, ge=2, le=2**31 - 1)
+    """Prompts are drawn from tokens below this number; by default 1,000, or fewer where the endpoint says so."""
     ignore_eos: bool = True
     """Ask for outputs of exactly the load's lengths (a field that vLLM, SGLang and meshwise know)."""
     timeout: Seconds = Field(default=600.0, gt=0)
@@ -111,8 +111,8 @@ def load(request: LoadRequest, *, progress: Tell = silent) -> LoadResult:
     wanted = asked.load()
     served = None if request.costs is None else simulate_serve.answer(request.costs, asked).result
     total = wanted.num_requests
-    model = request.model or asyncio.run(find_model(url, request.api_key))
-    target = Target(url, model, request.api_key, request.ignore_eos, request.timeout, request.vocabulary)
+    model, known = asyncio.run(find_model(url, request.api_key, request.model))
+    target = Target(url, model, request.vocabulary or known, request.api_key, request.ignore_eos, request.timeout)
     client = Client(target, wanted, request.seed, lambda over: progress(f"{over:,} of {total:,} requests are over"))
     sent = asyncio.run(client.send())
     errors = Counter(one.error for one in sent if one.error is not None)

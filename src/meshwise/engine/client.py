@@ -18,7 +18,7 @@ import httpx
 from meshwise.core.errors import MeshwiseError
 from meshwise.jobs.traffic import Demand, Load
 
-#: Tokens from which prompts are drawn: all vocabularies have them, and few give them a meaning of their own.
+#: Tokens from which prompts are drawn: most vocabularies have them, and few give them a meaning of their own.
 _LEAST, _MOST = 300, 1000
 
 
@@ -29,23 +29,18 @@ class Target:
     Args:
         url: of the endpoint, without /v1.
         model: as it is called there.
+        vocabulary: prompts have tokens below it.
         api_key: that it asks for; None: none.
         ignore_eos: whether outputs are as long as the load says, which vLLM, SGLang and meshwise understand.
         timeout: seconds for one request.
-        vocabulary: prompts have tokens below it.
     """
 
     url: str
     model: str
+    vocabulary: int
     api_key: str | None = None
     ignore_eos: bool = True
     timeout: float = 600.0
-    vocabulary: int = _MOST
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Of every request."""
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 @dataclass(slots=True)
@@ -75,20 +70,28 @@ class Sent:
         return (self.done - self.first) / (self.tokens - 1)
 
 
-async def find_model(url: str, api_key: str | None) -> str:
-    """The first model that an endpoint serves.
+async def find_model(url: str, api_key: str | None, name: str | None = None) -> tuple[str, int]:
+    """A model that an endpoint serves, by default the first, and below which number prompts have their tokens.
+
+    The number is smaller where the endpoint says that the model knows fewer (`vocab_size`, a field of meshwise).
 
     Raises:
-        MeshwiseError: it cannot be reached, or says nothing of models.
+        MeshwiseError: it cannot be reached; it says nothing of models, and none was named.
     """
     try:
         async with httpx.AsyncClient(timeout=30) as client:
-            answer = await client.get(f"{url}/v1/models", headers=Target(url, "", api_key).headers)
+            answer = await client.get(f"{url}/v1/models", headers=_headers(api_key))
+            if name is not None and answer.is_error:
+                return name, _MOST
             answer.raise_for_status()
-            return str(answer.json()["data"][0]["id"])
+            models = answer.json()["data"]
+            one = models[0] if name is None else next((m for m in models if m["id"] == name), {"id": name})
+            return str(one["id"]), min(int(one.get("vocab_size", _MOST)), _MOST)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise MeshwiseError(f"{url}/v1/models: {error or type(error).__name__}") from None
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        if name is not None:
+            return name, _MOST
         raise MeshwiseError(f"{url}/v1/models: expected a list of models, found another answer; give --model") from None
 
 
@@ -155,7 +158,7 @@ class Client:
         sent.late = loop.time() - due
         try:
             url = f"{self.target.url}/v1/completions"
-            async with client.stream("POST", url, json=body, headers=self.target.headers) as answer:
+            async with client.stream("POST", url, json=body, headers=_headers(self.target.api_key)) as answer:
                 if answer.status_code != 200:
                     sent.error = f"{answer.status_code}: {_message(await answer.aread())}"
                 else:
@@ -183,6 +186,11 @@ class Client:
                 sent.tokens = int(event["usage"].get("completion_tokens", 0))
         if sent.first is None:
             sent.error = "the stream ended without text"
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    """Of every request."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 def _message(body: bytes) -> str:

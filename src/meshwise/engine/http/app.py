@@ -154,7 +154,7 @@ class Endpoint:
 
     def _described(self) -> dict[str, Any]:
         own = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "meshwise"}
-        return {**own, "max_model_len": self.settings.longest}
+        return {**own, "max_model_len": self.settings.longest, "vocab_size": self.service.known_tokens}
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})

@@ -73,6 +73,12 @@ class Service:
         """Whether requests are taken."""
         return self.engines.serving and not self.draining
 
+    @property
+    def known_tokens(self) -> int:
+        """Tokens that both the model and its tokenizer know."""
+        known: int = self.vocabulary.tokenizer.get_vocab_size()
+        return min(known, self.settings.vocabulary or known)
+
     def check(self, tokens: Sequence[int], count: int | None) -> int:
         """The tokens of an output after a prompt, at most.
 
@@ -82,10 +88,8 @@ class Service:
         longest = min(self.settings.longest, self.engines.most_tokens)
         if not tokens:
             raise HttpError(400, "prompt: expected at least one token, found none", "prompt")
-        known = self.vocabulary.tokenizer.get_vocab_size()
-        vocabulary = min(known, self.settings.vocabulary or known)
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise HttpError(400, f"prompt: expected tokens from 0 to {vocabulary - 1:,}, found others", "prompt")
+        if not 0 <= min(tokens) <= max(tokens) < self.known_tokens:
+            raise HttpError(400, f"prompt: expected tokens from 0 to {self.known_tokens - 1:,}, found others", "prompt")
         if len(tokens) >= longest:
             found = f"prompt: expected fewer than {longest:,} tokens, output included, found {len(tokens):,}"
             raise HttpError(400, found, "prompt")
