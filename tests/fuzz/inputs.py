@@ -5,6 +5,7 @@ Input number K of seed N is always the same one, so a run goes on where it stopp
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -154,6 +155,14 @@ def torn_lines(rng: random.Random, text: str) -> str:
     return made if rng.random() < 0.97 else _torn_file(rng, made)
 
 
+def renumbered(rng: random.Random, text: str) -> str:
+    """Text with a few of its numbers changed."""
+    chosen = rng.sample(list(re.finditer(r"\d+", text)), rng.choice((1, 1, 2, 4)))
+    for found in sorted(chosen, key=lambda match: -match.start()):
+        text = text[: found.start()] + str(rng.choice((0, 1, 2, 3, 7, 1000, 2**31, 2**63))) + text[found.end() :]
+    return text
+
+
 # Kinds of inputs
 
 
@@ -295,6 +304,99 @@ def traces(rng: random.Random) -> Input:
     return Input("traces", tuple(words), read)
 
 
+_SWEEP = """\
+command = "estimate train"
+model = ["llama-3-8b", "qwen3-8b"]
+batch-tokens = "512Ki"
+seq-len = 4096
+layout = ["fsdp=-1", "tensor=8,fsdp=-1"]
+[[case]]
+on = ["h100:8", "h100:16"]
+price = 2.5
+"""
+
+#: Of `serve`, what never listens: no machine here has the address.
+_NOWHERE = ("--host", "192.0.2.1")
+
+_SERVED = tuple(
+    tuple(shlex.split(line))
+    for line in """\
+serve "D=64 F=128 L=2 N=2 K=2 V=256" --replicas 2 --routing affinity --quantization int8 --cpu-devices 2
+serve llama-3-8b --replicas 4 --quantization fp8 --tensor 2 --max-batch 64 --policy chunked --cache-memory 8GiB
+serve serving-plan.json --replicas 2 --routing round-robin --costs engine.json
+load http://127.0.0.1:9 --rate 4 --requests 20 --prompt 100..200 --output 30 --timeout 1s
+load http://127.0.0.1:9/v1 --costs engine.json --arrivals on-off:10s/50s --prefix-tokens 64 --prefix-groups 3
+plan serve llama-3-8b --on h100:8 --prompt 1024 --output 256 --time-limit 5s --tool meshwise""".splitlines()
+)
+
+
+def served(rng: random.Random) -> Input:
+    """Endpoints, and loads sent to one that is not there."""
+    words = list(rng.choice(_SERVED))
+    for _ in range(rng.choice((1, 1, 2))):
+        if rng.random() < 0.5:
+            at = rng.randrange(1, len(words))
+            words[at] = torn(rng, words[at])
+        else:
+            name, values = rng.choice([o for o in _options(_verb(words)) if o[0] not in _ELSEWHERE])
+            words += [name] if values is None else [name, rng.choice(values or _WORDS)]
+    files = {"engine.json": _text("serving/engine.json"), "serving-plan.json": _text("serving/plan.json")}
+    if rng.random() < 0.5:
+        files["serving-plan.json"] = torn_json(rng, files["serving-plan.json"])
+    return Input("served", tuple([*words, *_NOWHERE] if words[0] == "serve" else words), files)
+
+
+#: Options that reach beyond this process: other hosts, folders, a cluster of processes.
+_ELSEWHERE = ("--host", "--compile-cache", "--log", "--ray", "--jobs", "--patch", "--out")
+
+_BOOK = tuple(
+    tuple(shlex.split(line))
+    for line in """\
+book roofline.q2 --set W_hbm=1.6e12
+book roofline.q2 --answer 120 --hint
+book roofline.q2 --constants catalog
+book training.q1 --answer "5.3 ms"
+book --all --set W_hbm=1.6e12
+book --errata""".splitlines()
+)
+
+
+def books(rng: random.Random) -> Input:
+    """Problems of the book with other numbers, answers and names."""
+    words = list(rng.choice(_BOOK))
+    for _ in range(rng.choice((1, 1, 2))):
+        if rng.random() < 0.6:
+            at = rng.randrange(1, len(words))
+            words[at] = torn(rng, words[at])
+        else:
+            name, values = rng.choice([o for o in _options(("book",)) if o[0] not in _ELSEWHERE])
+            words += [name] if values is None else [name, rng.choice(values or _WORDS)]
+    return Input("books", tuple(words))
+
+
+@cache
+def _unpacked(name: str) -> str:
+    return gzip.decompress((DATA / name).read_bytes()).decode()
+
+
+def recorded(rng: random.Random) -> Input:
+    """Profiles, compiled programs and tables of questions."""
+    match rng.randrange(3):
+        case 0:
+            trace = rng.choice(("traces/gloo_cpu_only.json.gz", "traces/sglang_decode.json.gz"))
+            more = rng.choice(((), ("--step", rng.choice(_WORDS)), ("--on", "h100:8"), ("--against", "trace.json")))
+            return Input("recorded", ("profile", "trace.json", *more), {"trace.json": torn_json(rng, _unpacked(trace))})
+        case 1:
+            more = rng.choice(
+                ((), ("--on", "v5p:4x4x4"), ("--mesh", "fsdp=16,tensor=4"), ("--mesh", rng.choice(_WORDS)))
+            )
+            text = rng.choice((torn_lines, renumbered))(rng, _unpacked("compiled/v5p_4x4x4_fsdp16_tensor4.hlo.gz"))
+            return Input("recorded", ("hlo", "module.txt", *more), {"module.txt": text})
+        case _:
+            words = ("sweep", "sweep.toml", "--jobs", "1", *rng.choice(((), ("--keep-going",), ("--y", "mfu"))))
+            return Input("recorded", words, {"sweep.toml": torn_lines(rng, _SWEEP)})
+
+
 #: The fuzzers.
 KINDS: dict[str, Callable[[random.Random], Input]] = {
     "options": options,
@@ -303,4 +405,7 @@ KINDS: dict[str, Callable[[random.Random], Input]] = {
     "files": files,
     "plans": plans,
     "traces": traces,
+    "served": served,
+    "books": books,
+    "recorded": recorded,
 }

@@ -16,7 +16,7 @@ from meshwise.commands.where import Where
 from meshwise.compiler.compiling import compile_ahead, target_devices
 from meshwise.compiler.placement import arrange, mesh_of
 from meshwise.compiler.program import Program, lay_out, program_mesh
-from meshwise.compiler.program_file import read_program
+from meshwise.compiler.program_file import read_program, reading
 from meshwise.compiler.targets import Target
 from meshwise.core.errors import CompilerError
 from meshwise.core.explanation import Answer
@@ -48,9 +48,10 @@ def explain_file(request: HloRequest) -> Program:
         CompilerError: a file that holds no HLO; a mesh of another number of devices.
         MeshwiseError: an argument that cannot be understood.
     """
-    module, cluster = read_program(request.file), request.find()
-    mesh = parse_mesh(request.mesh) if request.mesh else None
-    sizes = program_mesh(module, mesh)
+    cluster, mesh = request.find(), parse_mesh(request.mesh) if request.mesh else None
+    with reading(request.file):
+        module = read_program(request.file)
+        sizes = program_mesh(module, mesh)
     return Program(request.file, module, sizes, cluster, lay_out(mesh, cluster, request.wires))
 
 
@@ -120,4 +121,7 @@ def show_program(screen: Screen, request: HloRequest) -> None:
       meshwise hlo module.after_optimizations.txt
       meshwise hlo module.txt.gz --on v5e:4x4 --mesh fsdp=4,tensor=4
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    screen.show(program_report(explain_file.answer(request), request.echo(), rows=request.rows))
+    program = explain_file.answer(request)
+    with reading(request.file):
+        report = program_report(program, request.echo(), rows=request.rows)
+    screen.show(report)

@@ -8,13 +8,46 @@ from __future__ import annotations
 import gzip
 import importlib
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from meshwise.compiler.hlo.reader import Module, read_module
-from meshwise.core.errors import CompilerError, MissingDependencyError
+from meshwise.core.errors import CompilerError, MeshwiseError, MissingDependencyError, quoted
 
 _GZIP = b"\x1f\x8b"
+
+#: What the reader raises where a program contradicts itself.
+_DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Read a program, and work out what it does: where that goes wrong in ways that say nothing, its text is at fault.
+
+    Compilers write what is consistent, and the reader relies on it.
+
+    Raises:
+        CompilerError: a damaged program, or one of a form that is not known here.
+    """
+    try:
+        yield
+    except MeshwiseError:
+        raise
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise CompilerError(
+            f"{path}: the program contradicts itself, or has a form that is not known here "
+            f"({quoted(error)}); give the file as the compiler wrote it"
+        ) from error
 
 
 def read_program(path: str) -> Module:

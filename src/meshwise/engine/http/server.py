@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
@@ -47,9 +48,11 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         # Said to be TCP: else asyncio leaves Nagle's algorithm on, and answers wait 40 ms for an acknowledgement.
-        taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind((host, port))
+        with ExitStack() as undo:
+            taken = undo.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind((host, port))
+            undo.pop_all()
     except OSError as error:
         raise MeshwiseError(f"--host {host} --port {port}: cannot be taken: {error.strerror or error}") from None
     return taken
