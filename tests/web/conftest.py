@@ -83,5 +83,5 @@ def untimed(value: object) -> object:
 
 def text_of(body: str) -> str:
     """What a page says, without its marks."""
-    inline = re.sub(r"</?(?:a|code|kbd|span|svg|rect|circle)\b[^>]*>", "", body)
+    inline = re.sub(r"</?(?:a|code|kbd|span|svg|rect|circle|wbr)\b[^>]*>", "", body)
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", inline)).split())

@@ -162,6 +162,24 @@ def test_the_field_that_is_wrong_is_marked(page):
     (field,) = re.findall(r'<input id="([^"]+)"[^>]*aria-invalid="true"', body)
     assert field == "f-batch-tokens"
     assert 'value="many"' in body
+    assert text_of(body).count("--batch-tokens: expected a number") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "led"),
+    [
+        ("serve with a layout", "meshwise plan serve", "/serve?model="),
+        ("train with a layout", "meshwise plan train with the same options", "/train?model="),
+        ("serve with changes", "--batch<", "&amp;batch="),
+        ("chips", "meshwise chips v5p", "/chips?chip=v5p"),
+    ],
+)
+def test_commands_in_sentences_lead_to_the_same_question(page, text, words, led):
+    asked = ASKED[text] if text in ASKED else ASKED["serve with a layout"].removesuffix(" --no-changes")
+    body = page.get(link(*parse_command(asked))).text.replace('<span class="whole">', "")
+    (href,) = re.findall(rf'<a href="([^"]*)">{words}', body)
+    assert led in href
+    assert page.get(html.unescape(href)).status_code == 200
 
 
 def test_a_name_that_is_not_known_marks_its_field_and_leads_to_those_that_are(page):

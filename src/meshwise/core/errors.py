@@ -29,6 +29,10 @@ if TYPE_CHECKING:  # pydantic is loaded by those who declare fields with it
 
 #: Characters that a message shows of what it was given.
 _MOST_QUOTED = 200
+
+#: Most names that an error lists where none is near.
+_LISTED = 40
+
 #: A long text in quotes, which an apostrophe does not begin; or a long word.
 _QUOTE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{_MOST_QUOTED},}}\1|\S{{{5 * _MOST_QUOTED},}}""")
 
@@ -92,9 +96,9 @@ class NotationError(MeshwiseError):
 
 
 class UnknownNameError(MeshwiseError):
-    """A name that no catalog holds. `choices` are the valid names; the nearest are suggested, or all are listed.
+    """A name that no catalog holds. `choices` are the valid names; the nearest are suggested, or all that are few.
 
-    With `list_all` all are listed beside the nearest, too: where they are few, and the nearest may mislead.
+    With `list_all` all are listed beside the nearest, too: where the nearest may mislead. The hint says where many are.
     """
 
     def __init__(self, what: str, name: str, choices: Iterable[str], hint: str = "", *, list_all: bool = False) -> None:
@@ -102,7 +106,8 @@ class UnknownNameError(MeshwiseError):
         self.choices = sorted(choices)
         near = difflib.get_close_matches(name.lower(), self.choices, n=3, cutoff=0.5)
         nearest = [f"Nearest: {', '.join(near)}."] if near else []
-        known = [f"Known: {', '.join(self.choices)}."] if list_all or not near else []
+        listed = list_all or (not near and len(self.choices) <= _LISTED)
+        known = [f"Known: {', '.join(self.choices)}."] if listed else []
         super().__init__(" ".join([f"unknown {what} {name!r}.", *nearest, *known, *([hint] if hint else [])]))
 
 

@@ -104,7 +104,7 @@ def load_model(text: str) -> Model:
         return read_dimensions(text, name=" ".join(text.split()))
     if path.suffix in (".json", *DIMENSION_SUFFIXES) or text.startswith(("/", "./", "../")) or text.endswith("/"):
         raise ConfigError(f"model {text!r}: there is no such file; {_TORN}")
-    raise UnknownNameError("model", text, model_names(), hint=f"Otherwise {_TORN}.")
+    raise UnknownNameError("model", text, model_names(), hint=f"'meshwise models' lists them; otherwise {_TORN}.")
 
 
 def _exists(path: Path) -> bool:

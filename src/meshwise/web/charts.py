@@ -18,6 +18,9 @@ from meshwise.web.html import table
 #: Pixels: of a chart's height, and of the room for its labels above and below.
 HEIGHT, ABOVE, BELOW = 280, 26, 26
 
+#: Pixels of a letter beside an axis, at most.
+_LETTER = 7
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -39,15 +42,15 @@ class Axis:
         at = math.log(value / self.low) / math.log(self.high / self.low)
         return min(max(at, 0.0), 1.0)
 
-    def ticks(self, most: int = 4) -> list[float]:
-        """At most so many powers of ten; where these are few their halves and fifths, too (1, 2, 5, 10)."""
+    def ticks(self, most: int = 5) -> list[float]:
+        """At most so many round numbers: of each power of ten 1, 2 and 5, else 1 and 3, else 1."""
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        for steps in ((1.0,), (1.0, 2.0, 5.0)):
-            every = (step * 10.0**k for k in range(first, last + 1) for step in steps)
+        for steps in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+            every = [step * 10.0**k for k in range(first, last + 1) for step in steps]
             inside = [tick for tick in every if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
-            if len(inside) > 1:
-                return inside[:: math.ceil(len(inside) / most)]
-        return [self.low, self.high]
+            if len(inside) <= most:
+                break
+        return inside[:: math.ceil(len(inside) / most)] if len(inside) > 1 else [self.low, self.high]
 
 
 def figure(
@@ -102,10 +105,10 @@ class Plot:
         dot = Markup('<circle class="{}" cx="{}" cy="{}" r="{}">{}</circle>').format(kind, across, down, radius, named)
         self.parts.append(Markup('<a href="{}" tabindex="-1">{}</a>').format(leads, dot) if leads else dot)
 
-    def label(self, x: float, y: float, words: str, *, up: int = 9) -> None:
-        """Words beside a place, on the side where there is more room."""
+    def label(self, x: float, y: float, words: str, *, up: int = 9, left: bool | None = None) -> None:
+        """Words beside a place, on its left or right; by default where there is more room."""
         across, down = self.at(x, y)
-        anchor, aside = ("start", 10) if self.x.share(x) < 0.5 else ("end", -10)
+        anchor, aside = ("end", -10) if (self.x.share(x) >= 0.5 if left is None else left) else ("start", 10)
         self.parts.append(
             Markup('<text class="{}" x="{}" y="{}" dx="{}">{}</text>').format(
                 anchor, across, f"{float(down) - up:.1f}", aside, words
@@ -119,43 +122,48 @@ class Plot:
         head = Markup('<text class="{}" x="{}" y="12">{}</text>')
         self.parts += [
             line.format(across, ABOVE - 8, HEIGHT - BELOW),
-            head.format(_anchor(self.x.share(x)), across, words),
+            head.format(_anchor(self.x.share(x), 0.2), across, words),
         ]
 
     def svg(self, kind: str = "plot") -> Markup:
-        """The picture, of a class."""
-        grid = Markup()
+        """The picture, of a class; the numbers of the axis up stand beside it."""
+        grid, beside = Markup(), Markup()
         for value in self.x.ticks():
             across = self.at(value, self.y.low)[0]
             grid += Markup('<line class="grid" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>').format(
                 across, ABOVE, HEIGHT - BELOW
             )
             grid += Markup('<text class="tick {}" x="{}" y="{}">{}</text>').format(
-                _anchor(self.x.share(value)), across, HEIGHT - BELOW + 16, self.x.show(value)
+                _anchor(self.x.share(value), 0.1), across, HEIGHT - BELOW + 16, self.x.show(value)
             )
-        for value in self.y.ticks(5):
-            down = self.at(self.x.low, value)[1]
+        named = [(self.at(self.x.low, value)[1], self.y.show(value)) for value in self.y.ticks()]
+        width = _LETTER * max(len(words) for _, words in named) + 8
+        for down, words in named:
             grid += Markup('<line class="grid" x1="0" x2="100%" y1="{0}" y2="{0}"/>').format(down)
-            grid += Markup('<text class="tick start" x="2" y="{}">{}</text>').format(
-                f"{float(down) - 3:.1f}", self.y.show(value)
+            beside += Markup('<text class="tick end" x="{}" y="{}">{}</text>').format(
+                width - 6, f"{float(down) + 4:.1f}", words
             )
+        drawn = Markup('<svg width="{}" height="{}" aria-hidden="true">{}</svg>').format(width, HEIGHT, beside)
+        drawn += Markup('<svg class="{}" height="{}" aria-hidden="true">{}</svg>').format(
+            kind, HEIGHT, grid + Markup().join(self.parts)
+        )
         return Markup(
-            '<div class="axis">{} (up)</div><svg class="{}" height="{}" aria-hidden="true">{}{}</svg>'
-            '<div class="axis right">{} (right)</div>'
-        ).format(self.y.title, kind, HEIGHT, grid, Markup().join(self.parts), self.x.title)
+            '<div class="axis">{} (up)</div><div class="plotted">{}</div><div class="axis right">{} (right)</div>'
+        ).format(self.y.title, drawn, self.x.title)
 
 
-def _anchor(share: float) -> str:
-    """Where words stand beside a place, so that they stay inside."""
-    return "start" if share < 0.2 else "end" if share > 0.8 else "middle"
+def _anchor(share: float, edge: float) -> str:
+    """Where words stand beside a place, so that they stay inside; `edge` is the share that half of them needs."""
+    return "start" if share < edge else "end" if share > 1 - edge else "middle"
 
 
-def lanes(rows: Iterable[tuple[str, Sequence[tuple[int, int, str]]]], columns: int) -> Markup:
+def lanes(rows: Iterable[tuple[str, Sequence[tuple[int, int, str]]]], columns: int, ends: str = "") -> Markup:
     """A strip a row, of pieces from one column to another, each of a kind.
 
     Args:
         rows: name, and pieces (first column, one past the last, kind).
         columns: of a strip.
+        ends: what the strips' right ends mean, of those that begin at 0.
     """
     out = Markup()
     for name, pieces in rows:
@@ -167,6 +175,8 @@ def lanes(rows: Iterable[tuple[str, Sequence[tuple[int, int, str]]]], columns: i
         )
         strip = Markup('<svg class="lane" aria-hidden="true">{}</svg>').format(Markup().join(rects))
         out += Markup('<tr><th scope="row">{}</th><td class="wide">{}</td></tr>').format(name, strip)
+    if ends:
+        out += Markup('<tr><td></td><td class="axis ends"><span>0</span><span>{}</span></td></tr>').format(ends)
     return Markup('<table class="lanes"><tbody>{}</tbody></table>').format(out)
 
 

@@ -105,6 +105,7 @@ def comparison(a: Answered, b: Answered) -> Markup:
         if mine is not None or theirs is not None:
             both = mine is not None and theirs is not None and mine != 0
             change = f"{100 * (theirs / mine - 1):+.1f} %" if both and mine and theirs is not None else "-"
+            change = "same" if mine == theirs else change
             rows.append((words, *("-" if v is None else show(v) for v in (mine, theirs)), change))
     head = ("", "A", "B", "B against A")
     numbers = table(head, rows, (False, True, True, True)) if rows else Markup()
@@ -146,7 +147,7 @@ def _parts(question: str, first: _Json, second: _Json, path: str, show: _Show) -
         rows += Markup(
             '<tr><th scope="row">{}</th><td class="num">{}</td><td class="num">{}</td><td class="wide">'
             '<svg class="bar two" aria-hidden="true">{}</svg></td></tr>'
-        ).format(name.replace("_", " "), *map(show, values), bars)
+        ).format(name.replace("_", " "), *(show(v) if v else "-" for v in values), bars)
     head = Markup('<thead><tr><td></td><th scope="col">A</th><th scope="col">B</th><td></td></tr></thead>')
     return Markup(
         '<figure><figcaption>{}</figcaption>{}<table class="bars">{}<tbody>{}</tbody></table></figure>'

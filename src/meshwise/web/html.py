@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
@@ -16,10 +17,34 @@ from meshwise.report.chart import Bars, Beside, Drawing
 from meshwise.report.report import Hanging
 from meshwise.report.table import Noted
 
-#: Text of a table's first column -> where it leads.
+#: Text of a table's cell -> where it leads.
 Named = Mapping[str, str]
 
 _NOWHERE: Named = {}
+
+#: Letters from which on a column is broken into lines on a narrow screen.
+_LONG = 15
+
+#: A space in front of a unit, and one beside an equals sign in front of a number.
+_TIES = re.compile(r"(?<=\d) (?=(?:%|x|[num]?s|[KMGT]i?B(?:/s)?)(?![\w/]))|(?<= =) (?=\d)| (?== \d)")
+
+#: An option or an arrow, whose hyphens end no line; where a name, a layout or a formula may be broken.
+_WHOLE = re.compile(r"--[a-z][a-z-]*|-&gt;")
+_BREAKS = re.compile(r"(?<=[\w)])(?:[,.](?=[a-z])|[*/](?=[\w(]))", re.IGNORECASE)
+
+
+def tied(text: str) -> Markup:
+    r"""A sentence in which numbers keep their units, and options their hyphens, at the end of a line.
+
+    >>> tied("85.9 % of 2 s")
+    Markup('85.9\xa0% of 2\xa0s')
+    """
+    return Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', str(escape(_TIES.sub("\xa0", text)))))  # noqa: S704
+
+
+def breakable(text: str) -> Markup:
+    """The same, which may be broken inside of names, layouts and formulas."""
+    return Markup(_BREAKS.sub(r"\g<0><wbr>", str(tied(text))))  # noqa: S704
 
 
 def html_of(items: Iterable[RenderableType], named: Named = _NOWHERE) -> str:
@@ -27,7 +52,7 @@ def html_of(items: Iterable[RenderableType], named: Named = _NOWHERE) -> str:
 
     Args:
         items: the blocks.
-        named: what becomes a link in the first column of tables.
+        named: what becomes a link in tables.
     """
     return str(_joined(items, named))
 
@@ -36,7 +61,7 @@ def _joined(items: Iterable[RenderableType], named: Named) -> Markup:
     out, bullets = Markup(), Markup()
     for item in items:
         if isinstance(item, Hanging):
-            bullets += Markup("<li>{}</li>").format(item.line)
+            bullets += Markup("<li>{}</li>").format(tied(item.line))
             continue
         if bullets:
             out, bullets = out + Markup("<ul>{}</ul>").format(bullets), Markup()
@@ -72,7 +97,7 @@ def _block(item: RenderableType, named: Named) -> Markup:  # noqa: PLR0911  (one
 def _paragraph(text: Text) -> Markup:
     if not text.plain.strip():
         return Markup()
-    lines = Markup("<br>").join(escape(line) for line in text.plain.split("\n"))
+    lines = Markup("<br>").join(tied(line) for line in text.plain.split("\n"))
     heading, paragraph = Markup("<h3>{}</h3>"), Markup("<p>{}</p>")
     return (heading if text.style == "bold" else paragraph).format(lines)
 
@@ -121,45 +146,45 @@ def table(
         right: of each column, whether it holds numbers.
         title: above it.
         notes: of each row, below it.
-        named: what becomes a link in the first column.
+        named: what becomes a link.
     """
     right = right or [False] * max((len(row) for row in rows), default=0)
+    kinds = [_kind(flush, [row[n] for row in rows if n < len(row)]) for n, flush in enumerate(right)]
     lines = Markup()
     for row, note in zip_longest(rows, notes, fillvalue=""):
-        lines += Markup("<tr>{}</tr>").format(_cells(row, right, named, facts=not head))
+        lines += Markup("<tr>{}</tr>").format(_cells(row, kinds, named, facts=not head))
         if note:
-            lines += Markup('<tr class="note"><td colspan="{}"><span>{}</span></td></tr>').format(len(row), note)
+            lines += Markup('<tr class="note"><td colspan="{}"><span>{}</span></td></tr>').format(len(row), tied(note))
     caption = Markup("<caption>{}</caption>").format(title) if title else ""
     region = Markup('<div class="scroll" tabindex="0" role="group" aria-label="{}">').format(title or "table")
     return region + Markup("<table>{}{}<tbody>{}</tbody></table></div>").format(caption, _head(head, right), lines)
+
+
+def _kind(flush: bool, cells: Sequence[str]) -> Markup:
+    """The class of a column: of numbers, or of words that may be broken."""
+    kind = "num" if flush else "long" if max(map(len, cells), default=0) >= _LONG else ""
+    return Markup(' class="{}"').format(kind) if kind else Markup()
 
 
 def _head(head: Sequence[str], right: Sequence[bool]) -> Markup:
     if not head:
         return Markup()
     names = (
-        Markup('<th scope="col"{}>{}</th>').format(_class(flush), name) if name else Markup("<td></td>")
+        Markup('<th scope="col"{}>{}</th>').format(_kind(flush, ()), name) if name else Markup("<td></td>")
         for name, flush in zip(head, right, strict=True)
     )
     return Markup("<thead><tr>{}</tr></thead>").format(Markup().join(names))
 
 
-def _cells(row: Sequence[str | Markup], right: Sequence[bool], named: Named, *, facts: bool) -> Markup:
+def _cells(row: Sequence[str | Markup], kinds: Sequence[Markup], named: Named, *, facts: bool) -> Markup:
     out = Markup()
-    for number, (cell, flush) in enumerate(zip(row, right, strict=True)):
-        text = cell if isinstance(cell, Markup) else Markup("<br>").join(escape(s) for s in cell.strip().split("\n"))
-        if number == 0 and cell in named:
-            text = Markup('<a href="{}">{}</a>').format(named[cell], text.replace(".", Markup(".<wbr>")))
-        if facts and number == 0 and text:
-            mark, text = Markup('<th scope="row"{}>{}</th>'), text.replace("_", Markup("_<wbr>"))
-        else:
-            mark = Markup("<td{}>{}</td>")
-        out += mark.format(_class(flush), text)
+    for number, (cell, kind) in enumerate(zip(row, kinds, strict=True)):
+        text = cell if isinstance(cell, Markup) else Markup("<br>").join(map(breakable, cell.strip().split("\n")))
+        if cell in named and (number == 0 or row[0] not in named):
+            text = Markup('<a href="{}">{}</a>').format(named[cell], text)
+        first = facts and number == 0 and text
+        out += (Markup('<th scope="row"{}>{}</th>') if first else Markup("<td{}>{}</td>")).format(kind, text)
     return out
-
-
-def _class(flush: bool) -> Markup:
-    return Markup(' class="num"') if flush else Markup()
 
 
 def bars(block: Bars) -> Markup:
@@ -174,4 +199,4 @@ def bars(block: Bars) -> Markup:
         rows += Markup('<tr><th scope="row">{}</th><td class="num">{}</td><td class="wide">{}</td></tr>').format(
             name.replace("_", " "), block.show(value), bar
         )
-    return Markup('<table class="bars"><caption>{}</caption><tbody>{}</tbody></table>').format(block.title, rows)
+    return Markup('<table class="bars"><caption>{}</caption><tbody>{}</tbody></table>').format(tied(block.title), rows)

@@ -20,11 +20,12 @@ from meshwise.exports.serving import SERVING_TARGETS
 from meshwise.web.answers import Answered
 from meshwise.web.compare import comparison
 from meshwise.web.forms import form_of
+from meshwise.web.html import breakable, tied
 from meshwise.web.links import Pairs, command, parse_command, parse_options, query
-from meshwise.web.moves import choices, moves, nearest, timeline
+from meshwise.web.moves import choices, moves, nearest, shared, timeline
 from meshwise.web.pictures import pictures
 from meshwise.web.stops import stops_of
-from meshwise.web.views import CARDS, VIEWS, View, changed, link
+from meshwise.web.views import CARDS, VIEW_OF, VIEWS, View, changed, link
 
 
 @cache
@@ -37,8 +38,13 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["urls"] = _urls
+    found.filters |= {"urls": _urls, "tied": tied, "words": _words, "breakable": breakable}
     return found
+
+
+def _words(text: str) -> Markup:
+    """A command whose words are not parted at their hyphens, but for words longer than a line."""
+    return Markup(" ").join(Markup("<span>{}</span>").format(breakable(word)) for word in text.split(" "))
 
 
 def _urls(text: str) -> Markup:
@@ -147,7 +153,7 @@ def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) 
 
 def _after_question(answered: Answered) -> Markup:
     """The short form without the question of a problem, which stands above the answer."""
-    question = Markup("<p>{}</p>").format((answered.envelope or {}).get("question", ""))
+    question = Markup("<p>{}</p>").format(tied((answered.envelope or {}).get("question", "")))
     return Markup(answered.short.replace(question, "", 1))  # noqa: S704  (made of escaped text by `html`)
 
 
@@ -171,7 +177,7 @@ def _tools(answered: Answered) -> list[str]:
     return [tool for tool in answered.envelope["plans"][0]["runs_in"] if tool in EXPORTED]
 
 
-_COMMAND = re.compile(r"(meshwise [a-z][^';]*[^';\s.,)])|(--[a-z][a-z-]*(?: (?!--)[\w=.:,%*/\[\]-]*[\w%])?)")
+_COMMAND = re.compile(r"(meshwise [a-z](?:(?!: )[^';])*[^';\s.,):])|(--[a-z][a-z-]*(?: (?!--)[\w=.:,%*/\[\]-]*[\w%])?)")
 
 
 def linked(text: str, answered: Answered) -> Markup:
@@ -180,7 +186,7 @@ def linked(text: str, answered: Answered) -> Markup:
     for match in _COMMAND.finditer(text):
         try:
             if match[1]:
-                target = link(*parse_command(match[1])) if "..." not in match[1] else ""
+                target = _target(match[1], answered)
             else:
                 new = parse_options(answered.verb, match[2])
                 target = link(answered.verb, changed(answered.verb, answered.pairs, **dict(new)))
@@ -189,13 +195,24 @@ def linked(text: str, answered: Answered) -> Markup:
         if (
             not target
             or text[match.end() :].startswith("...")
-            or (match[2] and match.start() == 0)
+            or (answered.message and match[2] and match.start() == 0)
             or target == link(answered.verb, answered.pairs)
         ):
             continue
-        out += escape(text[at : match.start()]) + Markup('<a href="{}">{}</a>').format(target, match[0])
+        out += tied(text[at : match.start()]) + Markup('<a href="{}">{}</a>').format(target, breakable(match[0]))
         at = match.end()
-    return out + escape(text[at:])
+    return out + tied(text[at:])
+
+
+def _target(words: str, answered: Answered) -> str:
+    """The link of a command in a sentence; dots after its verb, and nothing at all, stand for the answer's options."""
+    head, dots, rest = words.removesuffix(" with the same options").partition(" ... ")
+    if "..." in head + rest:
+        return ""
+    verb, pairs = parse_command(head)
+    if dots or (not pairs and VIEW_OF[verb] is VIEW_OF[answered.verb]):
+        pairs = changed(verb, shared(answered.pairs, verb), **dict(parse_options(verb, rest)))
+    return link(verb, pairs)
 
 
 def start_page(cards: Mapping[str, Answered]) -> str:
@@ -205,7 +222,7 @@ def start_page(cards: Mapping[str, Answered]) -> str:
         cards: view -> the answer of its example.
     """
     shown = [(VIEWS[name], link(cards[name].verb, cards[name].pairs), cards[name]) for name in CARDS]
-    return text_page("start", "Start", "", cards=shown)
+    return text_page("start", "Start", "start", cards=shown, others=[v for v in VIEWS.values() if v.name not in CARDS])
 
 
 def text_page(template: str, heading: str, name: str = "", **values: Any) -> str:

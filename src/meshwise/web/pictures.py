@@ -57,7 +57,8 @@ def _roofline(_answered: Answered, data: _Json) -> Markup:
     rows = [("the ridge", f"{ridge:,.1f}", format_flops_per_s(peak))]
     if here is not None and reached is not None:
         plot.point(here, reached, "you", f"{here:,.4g} FLOPs/byte, {format_flops_per_s(reached)}", radius=7)
-        plot.label(here, reached, format_flops_per_s(reached), up=-20)
+        slope = ridge / 10 < here < ridge  # above it there is room, below it stands the ridge
+        plot.label(here, reached, format_flops_per_s(reached), up=6 if slope else -20, left=slope or here > 10 * ridge)
         rows.append(
             ("this operation", f"{here:,.4g}", f"{format_flops_per_s(reached)} ({format_percent(reached / peak)})")
         )
@@ -94,8 +95,8 @@ def _timeline(answered: Answered, data: _Json) -> Markup:
         (f"{s['stage']}", *(format_time(s[f"{part}_s"]) for part in ("compute", "exposed_communication", "idle")))
         for s in data["stages"]
     ]
-    words = f"From left to right {format_time(total)}; each place shows what the stage does longest there."
-    picture = lanes(rows, _COLUMNS) + legend(named)
+    words = "Each place shows what the stage does longest there."
+    picture = lanes(rows, _COLUMNS, format_time(total)) + legend(named)
     head = (">stage", ">computes", ">communicates", ">waits")
     return figure("When does each stage compute, send and wait?", picture, head, numbers, words)
 

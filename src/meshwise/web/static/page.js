@@ -46,6 +46,7 @@ function swap(page, held) {
       const open = all("details[open] > summary", here).map(s => s.textContent);
       here.replaceWith(document.adoptNode(found));
       all("details > summary", one(part)).filter(s => open.includes(s.textContent)).forEach(s => { s.parentNode.open = true; });
+      all(".asking", one(part)).forEach(d => { d.open = open.includes(one("summary", d).textContent); });
     }
   }
   document.title = page.title;
@@ -169,7 +170,11 @@ document.addEventListener("keydown", event => {
   if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "?") one("#help")?.showModal();
   if (event.key === "c") one("button[data-copy=command]")?.click();
-  if (event.key === "/") { event.preventDefault(); one(".ask input, .gofrom input")?.focus(); }
+  if (event.key === "/") {
+    event.preventDefault();
+    all(".asking").forEach(d => { d.open = true; });
+    one(".ask input, .gofrom input")?.focus();
+  }
 });
 
 addEventListener("popstate", async () => {
@@ -179,4 +184,11 @@ addEventListener("popstate", async () => {
 
 addEventListener("beforeprint", () => all("details.more, figure details").forEach(d => { d.open = true; }));
 
+// On a narrow screen the form is folded away below its answer.
+const narrow = matchMedia("(max-width: 35.99rem)");
+function fold() {
+  all(".asking").forEach(d => { d.open = !narrow.matches || one("#answer.problem") !== null; });
+}
+narrow.addEventListener("change", fold);
+fold();
 prepare(document);
