@@ -94,15 +94,21 @@ class Chapter(_Markdown):
 
 
 class Questions(_Markdown):
-    """Links to the questions of a chapter, below it on the page."""
+    """Links to the questions of a chapter and to the problems of each, below it on the page."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """In the chapter's order."""
-        headings = dict.fromkeys(p.heading for p in problems().values() if p.chapter == self.arguments[0])
-        links = (f"[{h}](#{h.lower().replace(',', '').replace(' ', '-')})" for h in headings)
-        return self.parsed(", ".join(links))
+        own = [p for p in problems().values() if p.chapter == self.arguments[0]]
+        groups = itertools.groupby(own, lambda p: p.heading)
+        lines = (f"- {_link(heading)}: {', '.join(_link(p.short) for p in group)}" for heading, group in groups)
+        return self.parsed("\n".join(lines))
+
+
+def _link(heading: str) -> str:
+    """To a heading of the same page."""
+    return f"[{_plain(heading)}](#{nodes.make_id(heading)})"
 
 
 def _problem(solution: Solution) -> Iterator[str]:

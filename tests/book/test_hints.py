@@ -2,10 +2,12 @@
 
 import json
 import re
+from fnmatch import fnmatchcase
 
 import pytest
 
 from meshwise.book import catalog_constants, problems, solve
+from meshwise.book.hints import thoughts
 from meshwise.cli.main import main
 from meshwise.costs.rules import RULES
 from meshwise.hardware import load_chip
@@ -17,10 +19,10 @@ BCRIT = "roofline.q2.Bcrit"
 def test_every_problem_has_a_hint_that_is_no_answer():
     for problem in problems().values():
         solution = solve(problem)
-        assert re.fullmatch(r"[A-Z].{5,}[.]", solution.hint), problem.id
+        assert re.fullmatch(r"[A-Z].{20,}[.?]", solution.hint), problem.id
         numbers = [float(n) for n in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", solution.hint)]
         assert solution.value not in numbers, problem.id
-        named = re.match(r"The rule '([^']+)'", solution.hint)
+        named = re.search(r"The rule '([^']+)'", solution.hint)
         assert (named[1] if named else None) == (solution.verb[1] if solution.verb[:1] == ("rule",) else None)
         assert named is None or named[1] in RULES
 
@@ -94,3 +96,22 @@ def test_what_is_asked_for_names_the_words_of_which_one_is_the_answer():
             assert solution.value in solution.asks_for.partition(": ")[2].split(" or ")
         elif not isinstance(solution.value, str):
             assert solution.asks_for == f"a number of {solution.problem.unit}"
+
+
+def test_every_thought_is_of_a_problem_that_has_no_earlier_one():
+    found = set()
+    for problem in problems().values():
+        solution = solve(problem)
+        rule = f"rule:{solution.verb[1]}" if solution.verb[:1] == ("rule",) else "rule:"
+        found.add(next(of for name in (problem.id, rule) for of, _ in thoughts() if fnmatchcase(name, of)))
+    assert found == {of for of, _ in thoughts()}
+
+
+def test_a_question_stands_by_itself():
+    """On its own page, and in the terminal, no other question is beside it."""
+    for problem in problems().values():
+        assert re.fullmatch(r"[A-Za-z0-9].{15,}[.?]", problem.question), problem.id
+        assert not re.match(r"(The same|Same|That|Those|Its|And|Also|It|In days)\b", problem.question), problem.id
+        assert not re.search(r"\b(that|this) (shard|array|gather|block|batch|answer|slice)\b", problem.question), (
+            problem.id
+        )

@@ -1,39 +1,39 @@
-"""A hint before the working of a problem: the rule, the numbers that count, and how they meet. No number of the answer.
+"""A hint before the working of a problem: what limits, and what to compare; the rule; the numbers that count.
 
-Made of the working itself, so that it cannot say something else. Not here: the workings (the chapters).
+The first sentences stand in hints.csv, by problem or by rule; the rest is made of the working itself, so that it cannot
+say something else. No number of the answer. Not here: the workings (the chapters).
 """
 
 from __future__ import annotations
 
+import csv
+import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
+from importlib import resources
 from typing import Any
 
 from meshwise.core.formula import Formula
 from meshwise.costs.rules import find_rule
 
-#: Part of a formula -> what it means.
-_SIGNS = {
-    " if ": "Work out both sides and compare them.",
-    "max(": "The larger one decides.",
-    "min(": "The smaller one decides.",
-    "ceil(": "Round up to whole ones.",
-    "floor(": "Round down to whole ones.",
-}
+#: The name of a number that a table lists and that is the answer.
+LISTED = "listed"
 
 
-def hint(method: str | Callable[..., Any], verb: Sequence[str], known: Collection[str]) -> str:
+def hint(name: str, method: str | Callable[..., Any], verb: Sequence[str], known: Collection[str]) -> str:
     """A hint.
 
     Args:
+        name: of the problem.
         method: the working, a formula or a function.
         verb: words of the command that gives the same, if there is one.
         known: names that the question gives.
 
-    >>> hint("C_bf16 / W_hbm", ("rule", "ridge", "--set", "C=1,W_hbm=2"), ("C_bf16", "W_hbm"))
-    "The rule 'ridge': intensity from which arithmetic takes longer than moving bytes. It takes C_bf16 and W_hbm."
+    >>> hint("tpus.q4.bytes_fixed", "D*F", (), ("D", "F")).partition(": ")[0]
+    'In int8 a number is a byte'
     """
-    return " ".join(_sentences(method, verb, known))
+    return " ".join(_sentences(name, method, verb, known))
 
 
 def words_of(method: str | Callable[..., Any]) -> list[str]:
@@ -47,20 +47,24 @@ def words_of(method: str | Callable[..., Any]) -> list[str]:
     return ["yes", "no"] if (method.__doc__ or "").startswith("Whether") else []
 
 
-def _sentences(method: str | Callable[..., Any], verb: Sequence[str], known: Collection[str]) -> Iterator[str]:
-    if verb[:1] == ("rule",):
+@functools.cache
+def thoughts() -> tuple[tuple[str, str], ...]:
+    """What to think of: a pattern of problems' names, or `rule:NAME`, and the words; the first that fits counts."""
+    text = resources.files("meshwise.book").joinpath("hints.csv").read_text(encoding="utf-8")
+    return tuple((of, row["hint"]) for row in csv.DictReader(text.splitlines()) for of in row["of"].split())
+
+
+def _sentences(
+    name: str, method: str | Callable[..., Any], verb: Sequence[str], known: Collection[str]
+) -> Iterator[str]:
+    rule = verb[1] if verb[:1] == ("rule",) else ""
+    yield next(words for wanted in (name, f"rule:{rule}") for of, words in thoughts() if fnmatchcase(wanted, of))
+    if rule:
         solved = f", solved for {verb[-1]}" if verb[-2] == "--solve" else ""
-        yield f"The rule '{verb[1]}': {find_rule(verb[1]).words}{solved}."
-    elif callable(method) and method.__doc__:
-        yield method.__doc__.splitlines()[0]
+        yield f"The rule '{rule}': {find_rule(rule).words}{solved}."
     if not isinstance(method, str):
         return
-    names = [name for name in Formula(method).names if name in known]
-    if method == "listed":
-        yield "A data sheet, or a table of the chapter, lists it."
-    elif names:
+    names = [name for name in Formula(method).names if name in known and name != LISTED]
+    if names:
         *most, last = names
         yield f"It takes {', '.join(most)}{' and ' if most else ''}{last}."
-    else:
-        yield "It takes no number of the question: count."
-    yield from (words for sign, words in _SIGNS.items() if sign in method)

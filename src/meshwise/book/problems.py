@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from meshwise.book.equivalents import REASONS, same_by_rule, why_no_command
-from meshwise.book.hints import hint, words_of
+from meshwise.book.hints import LISTED, hint, words_of
 from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
@@ -198,7 +198,9 @@ class Solution(Answer):
         """What the question gives, with units: `C_bf16=1.97e+14 FLOPs/s, ...`."""
         units = {name: unit.partition(" (")[0] for name, unit in self.problem.units.items()}
         values = {**self.problem.constants, **self.problem.given}.items()
-        return ", ".join(f"{name}={_shown(value)} {units.get(name, '')}".rstrip() for name, value in values)
+        return ", ".join(
+            f"{name}={_shown(value)} {units.get(name, '')}".rstrip() for name, value in values if name != LISTED
+        )
 
     @property
     def asks_for(self) -> str:
@@ -214,7 +216,7 @@ class Solution(Answer):
     @property
     def hint(self) -> str:
         """What to think of, before the working."""
-        return hint(_method(find_problem(self.problem.id)), self.verb, self.problem.values)
+        return hint(self.problem.id, _method(find_problem(self.problem.id)), self.verb, self.problem.values)
 
     @property
     def equivalent(self) -> str:

@@ -20,7 +20,7 @@ METHODS: Mapping[str, Method] = {
     "bcrit.bf16_v5e": _CRITICAL,
     "bcrit.gpu": _CRITICAL,
     "bcrit.fn_tokens": "sequences * seq_len",
-    "bcrit.fn_local*": "sequences*seq_len / 2048",
+    "bcrit.fn_local*": "sequences*seq_len / devices",
     "twochip.alpha": by_rule("ridge", C="C_bf16", W_hbm="W_net"),
     "twochip.Dcrit": by_rule("two-chips", b="bytes", C="C_bf16", W_link="W_net"),
     "twochip.verdict8k": "'compute-bound' if B*D*F/C_bf16 > 2*B*F/W_net else 'comms-bound'",

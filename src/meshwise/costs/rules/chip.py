@@ -44,15 +44,20 @@ CHIP = (
     rule(
         "matmul-unhidden",
         f"t = 2*B*D*F/C + ({_BYTES})/W_hbm",
-        "the same where nothing overlaps: the upper bound",
+        "time of one matmul, [B, D] by [D, F], where nothing overlaps: the upper bound",
         "Rooflines, question 1",
     ),
     rule("matmul-flops", "flops = 2*B*D*F", "operations of one matmul, [B, D] by [D, F]", "Rooflines, question 1"),
-    rule("matmul-bytes", f"bytes = {_BYTES}", "bytes that it reads and writes", "Rooflines, question 1"),
+    rule(
+        "matmul-bytes",
+        f"bytes = {_BYTES}",
+        "bytes that one matmul, [B, D] by [D, F], reads and writes",
+        "Rooflines, question 1",
+    ),
     rule(
         "matmul-batch",
         "B = w*D*F / (2*D*F*W_hbm/C - b*(D + F))",
-        "its rows from which arithmetic takes longer than all of its bytes",
+        "rows of one matmul, [B, D] by [D, F], from which arithmetic takes longer than all of its bytes",
         "Rooflines, question 3; TPUs, question 4",
         note="'critical-batch' is the same for D and F that are large",
     ),

@@ -15,13 +15,13 @@ NETWORKS = (
     rule(
         "one-way-all-gather",
         "t = (n - 1) * max(hop, bytes/n/W_link)",
-        "the same one way, or along a line whose ends are not joined",
+        "time of an AllGather, or a ReduceScatter, one way around, or along a line whose ends are not joined",
         'Sharded matrices, "AllGather"',
     ),
     rule(
         "ring-time",
         "t = bytes / (axes*W)",
-        "the same bound by bandwidth, over one or more axes that are rings",
+        "time of an AllGather, or a ReduceScatter, bound by bandwidth, over one or more axes that are rings",
         'Sharded matrices, "AllGather", question 2',
         note="an AllReduce takes twice as long",
     ),

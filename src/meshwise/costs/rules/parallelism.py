@@ -29,7 +29,7 @@ PARALLELISM = (
     rule(
         "fsdp-node",
         f"tokens = chips * C/W_node {_ACROSS}",
-        "the same across nodes of GPUs, whose GPUs share the bandwidth of the node",
+        "tokens of a batch from which data parallelism across nodes does not wait: GPUs share their node's bandwidth",
         'GPUs, "data parallelism"',
         note="X nodes reduce among themselves; of a replica's chips only the nodes that it spans count",
         chips=1,
@@ -39,7 +39,7 @@ PARALLELISM = (
     rule(
         "fsdp-spine",
         f"tokens = chips * C/W_spine {_ACROSS}",
-        "the same where the outermost switches bind",
+        "tokens of a batch from which data parallelism does not wait for the outermost switches",
         'GPUs, "data parallelism"',
         chips=1,
         X=math.inf,
@@ -61,7 +61,7 @@ PARALLELISM = (
     rule(
         "tensor-node",
         "Y = F*W_node/C * 2/b + node",
-        "the same across nodes of GPUs: only the activations of other nodes travel",
+        "ways of tensor parallelism from which gathering other nodes' activations takes longer than computing",
         'GPUs, "tensor parallelism"',
         node=8,
     ),
@@ -83,7 +83,7 @@ PARALLELISM = (
         "mixed-split",
         "mix = X = min(power_of_two(sqrt(tokens/F * MX/MY * chips)), 2**floor(log2(chips))); "
         "shape(X, 2**floor(log2(chips/X)))",
-        "the same rounded to powers of two, and the tensor parallelism that is left",
+        "ways of FSDP, and of the tensor parallelism that is left, as powers of two near the best",
         'Training, "mixed FSDP and tensor parallelism"',
     ),
     rule(
@@ -109,7 +109,7 @@ PARALLELISM = (
     rule(
         "expert-traffic-at-most",
         "share = min(k/Z, 1) * (Z - 1)/Z",
-        "the same were all experts of a token on members of their own",
+        "share of its bytes that a ragged AllToAll sends at most: all experts of a token on members of their own",
         'GPUs, "AllToAll", "expert parallelism"',
     ),
     rule(
