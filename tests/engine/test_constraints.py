@@ -21,7 +21,7 @@ from meshwise.engine.vocabulary import Vocabulary, numbers_only
 from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.steps import paged_model
 from meshwise.scheduling import Scheduling
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 from tests.engine.test_http import Running
 from tests.runtime.steps import dense
 
@@ -52,7 +52,9 @@ def test_what_is_sampled_keeps_to_the_schema():
     """Three that keep to it, greedy, warm and penalised, beside one that may say anything, which changes by nothing."""
     vocabulary, scheduling = letters(), Scheduling("prefill-first", 4, 64)
     own = dense("D=32 F=64 L=2 N=4 K=2 H=8 V=264")
-    model = LayeredModel.of(paged_model(own, Layout(), jax.devices()[:1], pages=64, page_tokens=4, dtype=DType.FP32))
+    model = LayeredModel.of(
+        paged_model(own, ServingLayout(), jax.devices()[:1], pages=64, page_tokens=4, dtype=DType.FP32)
+    )
     executor = JaxExecutor(model, model.initial_weights(3), scheduling, 96, constrained=True)
     made = Constraints(vocabulary, 264)
 

@@ -13,21 +13,23 @@ from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.steps import paged_model
 from meshwise.scheduling import Scheduling
 from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 from tests.runtime.steps import dense
 
 MODEL = dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64")
+MIXTURE = dense("D=32 L=2 N=4 K=2 H=8 V=64 E=8 top_k=2 Fe=32 Fs=32")
 LONGEST = 64
 
 
-def engine_of(scheduling, blocks=24, layout=None):
-    layout = layout or Layout()
-    model = paged_model(MODEL, layout, jax.devices()[: layout.num_chips], pages=blocks, page_tokens=4, dtype=DType.FP32)
+def engine_of(scheduling, blocks=24, layout=None, model=MODEL):
+    layout = layout or ServingLayout()
+    model = paged_model(model, layout, jax.devices()[: layout.num_chips], pages=blocks, page_tokens=4, dtype=DType.FP32)
     weights = model.initial_weights(3)
     return Engine(scheduling, blocks, JaxExecutor(model, weights, scheduling, LONGEST), block_tokens=4), weights
 
 
-def alone(weights, prompt, count):
-    made = generator(MODEL, Layout(), jax.devices()[:1], sequences=1, length=LONGEST, dtype=DType.FP32)
+def alone(weights, prompt, count, model=MODEL):
+    made = generator(model, Layout(), jax.devices()[:1], sequences=1, length=LONGEST, dtype=DType.FP32)
     weights = jax.tree.map(lambda w: jax.device_put(np.asarray(w), jax.devices()[0]), weights)
     return np.asarray(made.greedy(weights, np.asarray([prompt]), count))[0].tolist()
 
@@ -38,10 +40,17 @@ def prompts(count, draw):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize(("policy", "layout"), [("chunked", None), ("prefill-first", Layout(tensor=2))])
-def test_tokens_are_those_of_decoding_alone(policy, layout):
+@pytest.mark.parametrize(
+    ("policy", "layout", "model"),
+    [
+        ("chunked", ServingLayout(), MODEL),
+        ("prefill-first", ServingLayout(tensor=2), MODEL),
+        ("chunked", ServingLayout(tensor=2, expert_tensor_parallel=False), MIXTURE),
+    ],
+)
+def test_tokens_are_those_of_decoding_alone(policy, layout, model):
     """Batches, shared prefixes and preemptions change no token; nor is anything compiled once it runs."""
-    engine, weights = engine_of(Scheduling(policy, 4, 24, prefix_cache=True, watermark=0.0), layout=layout)
+    engine, weights = engine_of(Scheduling(policy, 4, 24, prefix_cache=True, watermark=0.0), layout=layout, model=model)
     draw = np.random.default_rng(0)
     asked = [(prompt, int(draw.integers(1, 24))) for prompt in prompts(12, draw)]
     requests = [EngineRequest(p, n, Collected(), block_tokens=4) for p, n in asked]
@@ -55,14 +64,14 @@ def test_tokens_are_those_of_decoding_alone(policy, layout):
     assert engine.scheduler.preemptions
     assert engine.scheduler.hit_tokens
     for request, (prompt, count) in zip(requests, asked, strict=True):
-        assert request.sink.ids == alone(weights, prompt, count), request.index
+        assert request.sink.ids == alone(weights, prompt, count, model), request.index
 
 
 @pytest.mark.jax
 def test_nothing_is_compiled_over_a_thousand_mixed_requests():
     """Greedy, sampled, penalised, with logprobs, cancelled; prompts of all lengths: layer by layer, as on a CPU."""
     scheduling = Scheduling("chunked", 8, 32, prefix_cache=True)
-    model = paged_model(MODEL, Layout(), jax.devices()[:1], pages=96, page_tokens=4, dtype=DType.FP32)
+    model = paged_model(MODEL, ServingLayout(), jax.devices()[:1], pages=96, page_tokens=4, dtype=DType.FP32)
     layered = LayeredModel.of(model)
     executor = JaxExecutor(layered, layered.initial_weights(3), scheduling, LONGEST)
     engine, draw = Engine(scheduling, 96, executor, block_tokens=4), np.random.default_rng(1)

@@ -15,14 +15,14 @@ from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.narrow import FORMATS, Narrow, narrow
 from meshwise.runtime.params import Parameter
 from meshwise.runtime.steps import ROW, Bucket, StepArrays, paged_model
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 from tests.runtime.steps import dense
 
 MODEL = dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64")
 
 
 def made(layout=None, *, form=None, layered=False):
-    layout = layout or Layout()
+    layout = layout or ServingLayout()
     devices = jax.devices()[: layout.num_chips]
     model = paged_model(MODEL, layout, devices, pages=32, page_tokens=4, dtype=DType.FP32, narrow=form)
     return LayeredModel.of(model) if layered else model
@@ -71,7 +71,7 @@ def test_rounding_is_to_the_nearest_in_each_column(form):
 
 @pytest.mark.jax
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("layout", "layered"), [(None, False), (None, True), (Layout(tensor=2), False)])
+@pytest.mark.parametrize(("layout", "layered"), [(None, False), (None, True), (ServingLayout(tensor=2), False)])
 def test_what_runs_is_the_model_of_the_rounded_weights(form, layout, layered):
     model = made(layout, form=form)
     weights = model.initial_weights(3)
@@ -100,7 +100,7 @@ def test_weights_that_are_read_are_rounded_one_by_one():
             }
 
     wide = made().initial_weights(3)
-    model = made(Layout(tensor=2), form=DType.INT8)
+    model = made(ServingLayout(tensor=2), form=DType.INT8)
     read = model.load(File())
     assert all(len(names) == 1 for names in asked)
     for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(model.initial_weights(3)), strict=True):
@@ -111,7 +111,7 @@ def test_weights_that_are_read_are_rounded_one_by_one():
 @pytest.mark.jax
 def test_experts_are_refused_in_words():
     with pytest.raises(ConfigError, match="experts' weights in int8 or fp8 are planned, but not yet executed"):
-        paged_model(load_model("mixtral-8x7b"), Layout(), jax.devices()[:1], pages=1, narrow=DType.INT8)
+        paged_model(load_model("mixtral-8x7b"), ServingLayout(), jax.devices()[:1], pages=1, narrow=DType.INT8)
 
 
 @pytest.mark.slow  # real compilers: weights take half the bytes, and nothing as large as a wide layer is made of them
@@ -121,7 +121,7 @@ def test_no_wide_copy_is_made_for_chips_that_are_not_there(cluster, tensor, form
     model = read_dimensions("D=4096 F=16384 L=4 N=32 K=8 H=128 V=8192", name="wide layers")
     devices = target_devices(Target.of(parse_cluster(cluster)))[:tensor]
     own = {"pages": 64, "page_tokens": 16, "dtype": DType.BF16}
-    wide, few = (paged_model(model, Layout(tensor=tensor), devices, narrow=n, **own) for n in (None, form))
+    wide, few = (paged_model(model, ServingLayout(tensor=tensor), devices, narrow=n, **own) for n in (None, form))
     of_wide, of_few = (m.compile(Bucket(1, 0, 1), 8).memory_analysis() for m in (wide, few))
     layer = 2 * 4096 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 16384) / tensor
     assert of_wide.argument_size_in_bytes - of_few.argument_size_in_bytes == pytest.approx(4 * layer / 2, rel=0.01)

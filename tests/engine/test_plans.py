@@ -52,6 +52,21 @@ def test_what_it_cannot_run_is_refused_by_name(layout, more, words):
         meshwise.estimate_serve("llama-3-70b", **JOB, batch=16, layout=layout, tool="meshwise", **more)
 
 
+def test_whole_experts_on_each_device_are_planned_and_served(tmp_path):
+    layout, given = "tensor=8,expert_tensor_parallel=off", {"batch": 16, "tool": "meshwise"}
+    found = meshwise.estimate_serve("mixtral-8x7b", **JOB, layout=layout, **given)
+    file = tmp_path / "plan.json"
+    file.write_text(ServingPlan(found.problem, found).to_json())
+    asked = _asked(ServeRequest(model=str(file)), lambda _: None)
+    assert (asked.layout.tensor, asked.layout.expert_tensor_parallel) == (8, False)
+    assert asked.layout.structure.strategy("decode").splits(["E", "Fe"]) == {"E": ("tensor", "cache", "expert")}
+    odd, split = "D=64 Fe=64 E=6 top_k=2 L=2 N=4 K=4 H=16 V=256", "tensor=4,expert_tensor_parallel=off,replicas=2"
+    with pytest.raises(MeshwiseError, match="6 experts do not divide over 4 devices; nearest: expert_tensor_parallel="):
+        meshwise.estimate_serve(odd, **JOB, layout=split, **given)
+    with pytest.raises(MeshwiseError, match="sequence_parallel=on: it holds the residual stream whole"):
+        meshwise.estimate_serve("mixtral-8x7b", **JOB, layout="tensor=8,sequence_parallel=on", **given)
+
+
 @pytest.mark.parametrize(("precision", "form"), [("int8-weights", DType.INT8), ("weights=fp8", DType.FP8)])
 def test_a_plan_of_narrow_weights_is_served_so(tmp_path, precision, form):
     found = meshwise.plan_serve("llama-3-70b", **JOB, precision=precision, tool="meshwise")

@@ -13,7 +13,7 @@ from meshwise.engine.requests import Collected, EngineRequest
 from meshwise.runtime.steps import paged_model
 from meshwise.runtime.weights import open_weights
 from meshwise.scheduling import Scheduling
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 from tests.runtime.golden import Golden
 from tests.runtime.test_real_checkpoints import gemma3, smollm2
 
@@ -26,7 +26,9 @@ def test_greedy_tokens_are_those_of_the_reference_library(find, name, tmp_path):
     golden = Golden.of(name)
     prompt, expected = golden.tokens.tolist(), golden.said["greedy"][:16]
     longest = len(prompt) + len(expected)
-    model = paged_model(golden.model, Layout(), jax.devices()[:1], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32)
+    model = paged_model(
+        golden.model, ServingLayout(), jax.devices()[:1], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32
+    )
     weights = model.load(open_weights(find(tmp_path), golden.model))
     scheduling = Scheduling("chunked", 2, 24, prefix_cache=True)
     engine = Engine(scheduling, PAGES, JaxExecutor(model, weights, scheduling, longest), block_tokens=PAGE)

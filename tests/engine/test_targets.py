@@ -10,7 +10,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.models import read_dimensions
 from meshwise.runtime.steps import paged_model
 from meshwise.scheduling import Scheduling
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 
 PAGES = 16384
 
@@ -20,7 +20,9 @@ PAGES = 16384
 def test_every_bucket_compiles_for_chips_that_are_not_there(cluster, tensor):
     model = read_dimensions("D=1024 F=2048 L=8 N=16 K=8 H=128 V=8192", name="small")
     devices = target_devices(Target.of(parse_cluster(cluster)))
-    made = paged_model(model, Layout(tensor=tensor), devices[:tensor], pages=PAGES, page_tokens=16, dtype=DType.BF16)
+    made = paged_model(
+        model, ServingLayout(tensor=tensor), devices[:tensor], pages=PAGES, page_tokens=16, dtype=DType.BF16
+    )
     pool = made.page_bytes * PAGES / tensor
     for bucket in plan_buckets(Scheduling("chunked", 4, 64), 64):
         program = made.compile(bucket, 128)

@@ -9,7 +9,7 @@ from meshwise.core.errors import LayoutError
 from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.steps import ROW, Bucket, StepArrays, paged_model
 from meshwise.runtime.weights import open_weights
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 from tests.runtime.golden import Golden
 from tests.runtime.steps import dense
 
@@ -73,20 +73,23 @@ def against_golden(name, layout, folder):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize(("name", "tensor"), [("llama", 2), ("gemma3", 1)])
-def test_logits_are_those_of_the_reference_library(name, tensor, tmp_path):
-    """Prompts of two sequences at once, then tokens one at a time, over scattered pages."""
-    against_golden(name, Layout(tensor=tensor), tmp_path)
+@pytest.mark.parametrize(
+    ("name", "tensor", "of_experts"), [("llama", 2, True), ("gemma3", 1, True), ("mixtral", 2, False)]
+)
+def test_logits_are_those_of_the_reference_library(name, tensor, of_experts, tmp_path):
+    """Prompts of two sequences at once, then tokens one at a time, over scattered pages; experts whole on a device."""
+    against_golden(name, ServingLayout(tensor=tensor, expert_tensor_parallel=of_experts), tmp_path)
 
 
 @pytest.mark.slow  # eight families, two programs each: windows, caps, sinks, latents, experts, learned positions
 @pytest.mark.parametrize(
-    ("name", "tensor"),
-    [(n, 1) for n in ("gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral", "gpt2", "qwen2", "olmo2", "phi3")]
-    + [("gemma2", 2), ("gpt_oss", 2), ("mixtral", 2)],
+    ("name", "tensor", "of_experts"),
+    [(n, 1, True) for n in ("gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral", "gpt2", "qwen2", "olmo2", "phi3")]
+    + [("gemma2", 2, True), ("gpt_oss", 2, True), ("mixtral", 2, True)]
+    + [("gpt_oss", 2, False), ("deepseek_v3", 2, False), ("qwen3_moe", 2, False)],
 )
-def test_logits_of_other_families(name, tensor, tmp_path):
-    against_golden(name, Layout(tensor=tensor), tmp_path)
+def test_logits_of_other_families(name, tensor, of_experts, tmp_path):
+    against_golden(name, ServingLayout(tensor=tensor, expert_tensor_parallel=of_experts), tmp_path)
 
 
 @pytest.mark.jax
@@ -94,7 +97,7 @@ def test_the_pool_is_not_copied():
     """A step's temporaries are small beside its pool, which is donated and carried through the loop over layers."""
     model = paged_model(
         dense("D=64 F=128 L=4 N=4 K=2 H=16 V=64"),
-        Layout(),
+        ServingLayout(),
         jax.devices()[:1],
         pages=8192,
         page_tokens=16,
@@ -108,13 +111,15 @@ def test_the_pool_is_not_copied():
 
 
 def test_layouts_that_the_engine_cannot_run_are_refused():
-    with pytest.raises(LayoutError, match="serve: data=2 is planned, but not yet executed by the engine"):
-        paged_model(dense(), Layout(data=2), jax.devices()[:2], pages=8, page_tokens=4)
+    with pytest.raises(LayoutError, match="serve: fsdp=2 is planned, but not yet executed by the engine"):
+        paged_model(dense(), ServingLayout(fsdp=2), jax.devices()[:2], pages=8, page_tokens=4)
 
 
 def layer_by_layer(name, folder):
     golden = Golden.of(name)
-    model = paged_model(golden.model, Layout(), jax.devices()[:1], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32)
+    model = paged_model(
+        golden.model, ServingLayout(), jax.devices()[:1], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32
+    )
     layered, published = LayeredModel.of(model), golden.write(folder)
     tables = np.random.default_rng(0).permutation(PAGES)[:24].reshape(2, 12).astype(np.int32)
     flat, positions = np.zeros((2, 3 * ROW), np.int32)

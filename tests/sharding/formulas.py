@@ -432,14 +432,14 @@ class Formulas:
     def _route(self, op: Route, inputs: Sequence[Part], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
         tokens = next(p for p in (*inputs, Part(op.output.axes, np.empty(shape), tuple(starts))) if "T" in p.axes)
         expert, slot = self._chosen(tokens)
-        slots = next((p for p in inputs if "C" in p.axes), None)
-        first = slots.start("C") if slots else starts[op.output.axes.index("C")]
-        count = slots.size("C") if slots else shape[op.output.axes.index("C")]
-        here = (slot >= first) & (slot < first + count)  # slots on other devices are out of reach
+        own = Part(op.output.axes, np.empty(shape), tuple(starts))
+        slots = next(p for p in (*inputs, own) if "C" in p.axes)
+        places = [n - slots.start(a) for n, a in ((expert, "E"), (slot, "C"))]
         out = np.zeros(shape)
-        for b, t, i in zip(*np.nonzero(here), strict=True):
-            place = (expert[b, t, i], slot[b, t, i] - first)
-            self._carry(op, inputs, out, (b, t, i), place)
+        # Experts and slots on other devices are out of reach.
+        here = [(n >= 0) & (n < slots.size(a)) for n, a in zip(places, "EC", strict=True)]
+        for b, t, i in zip(*np.nonzero(here[0] & here[1]), strict=True):
+            self._carry(op, inputs, out, (b, t, i), (places[0][b, t, i], places[1][b, t, i]))
         return out
 
     @staticmethod

@@ -31,8 +31,8 @@ MAX_DEVICES = 16
 Change = Callable[[Block, dict[str, int]], tuple[Block, dict[str, int]]]
 AXES = ("data", "fsdp", "context", "ulysses", "expert", "tensor")
 
-#: The three ways in which tensor parallelism treats experts; the last two need sequence parallelism.
-EXPERTS_OF_TENSOR = (("Fe",), ("Fe", "C"), ("E", "C"))
+#: The ways in which tensor parallelism treats experts, without and with sequence parallelism.
+EXPERTS_OF_TENSOR = {False: (("Fe",), ("E",)), True: (("Fe",), ("Fe", "C"), ("E", "C"))}
 
 
 class Shared(TypedDict):
@@ -119,6 +119,6 @@ def random_strategy(choose: random.Random) -> Strategy:
         context(**shared, ring=choose.random() < 0.5),
         ulysses(**shared),
         expert(**shared),
-        tensor(sequence=sequence, experts=choose.choice(EXPERTS_OF_TENSOR) if sequence else EXPERTS_OF_TENSOR[0]),
+        tensor(sequence=sequence, experts=choose.choice(EXPERTS_OF_TENSOR[sequence])),
     ]
     return reduce(or_, choose.sample(parts, choose.choice([1, 2, 3, 4, 5, 6, 6, 6, 6])))

@@ -90,6 +90,17 @@ def test_experts_exchange_tokens_and_attention_nothing():
     assert placed.caches[0].sharding.splits[0] == ("fsdp", "expert")
 
 
+def test_whole_experts_where_tokens_are_whole_exchange_nothing():
+    """Each device has all tokens, and adds its experts' part, beside its part of the shared one, in one AllReduce."""
+    placed = layer("mixtral-8x7b", "decode", experts=("E",))
+    assert sent(placed, "tensor") == [("AR", "o", "t"), ("AR", "combine", "t")]
+    shared = [b for b in load_model("deepseek-v3").serving_program("decode") if b.role == "layer"][-1]
+    moved = sent(place_forward(shared, serving_strategy(experts=("E",))), "tensor", "expert")
+    assert [m for m in moved if m[1] not in ("o", "attention")][-4:] == [
+        ("A2A", "slots", "e"), ("A2A", "slot_gates", "e"), ("A2A", "expert.down", "e"), ("AR", "mixture", "t"),
+    ]  # fmt: skip
+
+
 def test_context_gathers_keys_and_values_of_prompts_alone():
     moved = sent(layer("llama-3-70b", "prefill"), "context")
     assert {(kind, name) for kind, name, _ in moved} == {("AG", "cached.k.rope"), ("AG", "cached.v")}

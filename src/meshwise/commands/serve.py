@@ -39,7 +39,6 @@ from meshwise.models import Model, load_model
 from meshwise.report.engine import ServeResult, serve_report
 from meshwise.runtime.devices import load_jax
 from meshwise.search.serving import ServingPlan, simulator_setup
-from meshwise.sharding.layout import Layout
 from meshwise.sharding.serving import ServingLayout
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class ServeRequest(Request):
 
     positional = ("model",)
     sections: ClassVar = {
-        "Model": ("weights", "tokenizer", "dtype", "quantization", "tensor", "replicas"),
+        "Model": ("weights", "tokenizer", "dtype", "quantization", "tensor", "expert_tensor_parallel", "replicas"),
         "Endpoint": ("host", "port", "api_key", "name"),
         "Engine": ("max_batch", "max_len", "max_step_tokens", "policy", "prefix_cache", "routing", "cache_memory"),
     }
@@ -77,6 +76,8 @@ class ServeRequest(Request):
     multiplied as wide as activations are. By default as a plan says, else not."""
     tensor: int = Field(default=1, ge=1, le=512)
     """Devices that split heads and widths; a plan says it."""
+    expert_tensor_parallel: bool = True
+    """Split the width of every expert over these devices; off: each has some of the experts, whole. A plan says it."""
     replicas: int | None = Field(default=None, ge=1, le=512)
     """Engines, each on devices of its own, that share the requests; by default one, or as many as a plan has."""
     cpu_devices: int | None = Field(default=None, ge=1, le=512)
@@ -145,7 +146,7 @@ class _Asked:
     """
 
     model: Model
-    layout: Layout
+    layout: ServingLayout
     planned: Mapping[str, Any] = field(default_factory=dict)
     replicas: int = 1
     narrow: DType | None = None
@@ -170,8 +171,7 @@ class _Asked:
             return None
         prompt = max(made.longest // 2, 1)
         load = ServingLoad(prompt=prompt, output=made.longest - prompt, precision=made.precision)
-        layout = ServingLayout(tensor=self.layout.tensor)
-        setup = ServingSetup("aggregated", layout, layout, made.scheduling.max_batch)
+        setup = ServingSetup("aggregated", self.layout, self.layout, made.scheduling.max_batch)
         problem = ServingProblem(self.model, load, self.cluster, self.calibration)
         return bucketed_costs(problem, setup, buckets)
 
@@ -189,7 +189,7 @@ def _asked(request: ServeRequest, say: Tell) -> _Asked:
     cluster = None if request.cluster is None else load_cluster_file(request.cluster)
     calibration = None if cluster is None else find_serving_calibration("operations", cluster.chip)
     if kind_of_plan(request.model) is None:
-        layout = Layout(tensor=request.tensor)
+        layout = ServingLayout(tensor=request.tensor, expert_tensor_parallel=request.expert_tensor_parallel)
         return _Asked(load_model(request.model), layout, costs=costs, cluster=cluster, calibration=calibration)
     plan = read_plan(request.model, ServingPlan)
     check_served_by("meshwise", plan)
@@ -198,7 +198,7 @@ def _asked(request: ServeRequest, say: Tell) -> _Asked:
         say(f"the plan has {system.replicas:,} engines; this process runs {request.replicas:,}, with their share")
     own = system.scheduling
     limits = {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
-    problem, layout = plan.problem, Layout(tensor=plan.setup.decode.tensor)
+    problem, layout = plan.problem, plan.setup.decode.replace(replicas=1)
     cluster, calibration = cluster or problem.cluster, calibration or problem.calibration
     formats = problem.load.formats
     narrow = None if formats.weights is formats.activations else formats.weights

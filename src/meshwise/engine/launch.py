@@ -26,7 +26,7 @@ from meshwise.runtime.loop import in_words
 from meshwise.runtime.saved import find_weights
 from meshwise.runtime.steps import PagedModel, paged_model
 from meshwise.scheduling import Scheduling
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 
 #: Tokens of a block of the cache.
 BLOCK_TOKENS = 16
@@ -99,7 +99,7 @@ def compile_cache(folder: Path | None) -> None:
 
 def launch(
     model: Model,
-    layout: Layout,
+    layout: ServingLayout,
     limits: Limits,
     *,
     weights: Path | None,
@@ -167,13 +167,15 @@ def _tell(progress: Callable[[str], None], own: str, words: str) -> None:
     progress(own + words)
 
 
-def _devices(layout: Layout, replicas: int, cpu_devices: int | None, say: Callable[[str], None]) -> list[list[Any]]:
+def _devices(
+    layout: ServingLayout, replicas: int, cpu_devices: int | None, say: Callable[[str], None]
+) -> list[list[Any]]:
     """Of each replica, as many devices as the layout has chips.
 
     Raises:
         ClusterError: there are fewer.
     """
-    found, each = find_devices(cpu_devices, say), layout.num_chips
+    found, each = find_devices(cpu_devices, say), layout.engine_chips
     needed = replicas * each
     if len(found) < needed:
         what = f"layout {layout}" if replicas == 1 else f"{replicas:,} replicas of layout {layout}"

@@ -18,7 +18,7 @@ from meshwise.runtime.bench import Sample
 from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.steps import ROW, Bucket, paged_model
 from meshwise.scheduling import Scheduling
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 
 #: Tokens of a request.
 _LENGTH = 64
@@ -40,7 +40,7 @@ def time_engine_step(device: Any, layers: int, batch: int, seconds: float) -> Sa
     """
     scheduling = Scheduling("prefill-first", batch, ROW)
     pages = batch * _LENGTH // 16
-    model = paged_model(tiny_model(layers), Layout(), [device], pages=pages, page_tokens=16, dtype=DType.FP32)
+    model = paged_model(tiny_model(layers), ServingLayout(), [device], pages=pages, page_tokens=16, dtype=DType.FP32)
     buckets = [Bucket(batch, 0, batch), Bucket(0, ROW * batch, batch)]
     if device.platform == "cpu":
         model = LayeredModel.of(model)

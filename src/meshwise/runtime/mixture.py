@@ -20,7 +20,7 @@ from meshwise.core.tensors import Einsum, Elementwise, Kind, Op, Route, Tensor
 from meshwise.models.spec import Router
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.products import named_einsum, spread, spread_spec
-from meshwise.runtime.shardings import Placement, complete
+from meshwise.runtime.shardings import Placement, complete, part_index
 from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
 
@@ -192,6 +192,11 @@ class Experts:
         return self.placement.split(self.placement.splits(product).get(product.output.axes[0], ()))
 
     @property
+    def _copied(self) -> tuple[str, ...]:
+        """Of these, those whose devices all hold the same tokens: each gives its own experts' part of a sum."""
+        return tuple(a for a in self._split if a not in self._token_axes)
+
+    @property
     def _token_axes(self) -> frozenset[str]:
         """Mesh axes over which devices route tokens of their own."""
         splits = self.placement.splits(self.dispatch)
@@ -212,7 +217,7 @@ class Experts:
             for a in self._split:
                 if a in self._token_axes:
                     slots = jax.lax.all_to_all(slots, a, split_axis=0, concat_axis=1, tiled=True)
-                else:  # all devices of this axis hold the same tokens
+                else:
                     each = slots.shape[0] // self.placement.mesh.shape[a]
                     slots = jax.lax.dynamic_slice_in_dim(slots, jax.lax.axis_index(a) * each, each)
             for a in self._gathered:
@@ -227,13 +232,13 @@ class Experts:
             for a in reversed(self._split):
                 if a in self._token_axes:
                     slots = jax.lax.all_to_all(slots, a, split_axis=1, concat_axis=0, tiled=True)
-                else:
-                    slots = jax.lax.all_gather(slots, a, axis=0, tiled=True)
         rows = slots.reshape(-1, slots.shape[-1])
-        return jnp.concatenate([rows, jnp.zeros((1, rows.shape[-1]), rows.dtype)])[ways[0]]
+        numbers = ways[0] - part_index(self._copied, self.placement) * len(rows)
+        here = (numbers >= 0) & (numbers < len(rows))
+        return jnp.where(here[..., None], rows[jnp.where(here, numbers, 0)], 0)
 
     def _settle(self, made: jax.Array) -> jax.Array:
         """Complete partial sums of [b, t, D], and leave each device what it holds of them."""
         source, home = self.placement.at(self.combine, self.combine.output), self.combine.output.axes
-        partial = tuple(a for a in self._partial_over if a not in self._gathered)
+        partial = tuple(a for a in (*self._partial_over, *self._copied) if a not in self._gathered)
         return complete(made, source, self.placement.strategy.home(home), partial, self.placement)

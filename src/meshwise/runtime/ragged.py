@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.core.tensors import Einsum, Kind, Op, Route
 from meshwise.runtime.mixture import Experts
+from meshwise.runtime.shardings import part_index
 from meshwise.runtime.watched import Watched, plain, with_gradient
 
 
@@ -150,12 +151,15 @@ class RaggedExperts(Experts):
 
     def _ways(self, picked: jax.Array) -> _Ways:
         """Plan the ways of rows from the experts of each token [tokens, top_k]."""
-        tokens, top_k = picked.shape
-        experts = self.num_experts
-        sizes = jnp.bincount(picked.reshape(-1), length=experts)
+        (tokens, top_k), chosen = picked.shape, picked.reshape(-1)
+        experts = self.num_experts // self.placement.ways(self._copied)
+        if self._copied:  # what goes to experts elsewhere is worked on there
+            chosen -= part_index(self._copied, self.placement) * experts
+            chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
+        sizes = jnp.bincount(chosen, length=experts + 1)[:-1]
         exchange, room, came = None, picked.size, sizes[None]
-        if self._split:
-            (axis,) = self._split
+        if exchanged := [a for a in self._split if a not in self._copied]:
+            (axis,) = exchanged
             others = self.placement.mesh.shape[axis]
             room = others * tokens * min(top_k, experts // others)
             exchange = RaggedExchange(jax.lax.all_gather(sizes, axis), axis, room)
@@ -164,7 +168,7 @@ class RaggedExperts(Experts):
         for axis in self._gathered:
             stretches = jax.lax.all_gather(stretches, axis, axis=0, tiled=True)
         arrived, expert = by_group(stretches, room)
-        order = jnp.argsort(picked.reshape(-1), stable=True)
+        order = jnp.argsort(chosen, stable=True)
         return _Ways(picked.shape, order, exchange, jnp.sum(stretches, axis=(0, 1)), arrived, expert)
 
     def _leave(self, op: Route, given: jax.Array, ways: _Ways) -> jax.Array:

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention
-from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
@@ -37,8 +36,8 @@ from meshwise.runtime.params import (
 from meshwise.runtime.refusals import check_even, check_model, check_narrow
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
-from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
+from meshwise.sharding.serving import ServingLayout
 
 #: Run -> "k" and "v" -> [layers x pages, tokens of a page, heads, width].
 Pool = dict[str, dict[str, Any]]
@@ -167,7 +166,7 @@ class PagedModel(Decoder):
 
 def paged_model(
     model: Model,
-    layout: Layout,
+    layout: ServingLayout,
     devices: Sequence[Any],
     *,
     pages: int,
@@ -179,8 +178,8 @@ def paged_model(
 
     Args:
         model: of `EXECUTED_FAMILIES`.
-        layout: tensor splits heads and widths; other axes are refused.
-        devices: as many as the layout has chips.
+        layout: of one engine; tensor splits heads, widths and experts; other axes are refused.
+        devices: as many as an engine has chips.
         pages, page_tokens: of the pool, and tokens of each.
         dtype: of weights, activations and cache.
         narrow: of the layers' projections, int8 or fp8; None: as `dtype`.
@@ -193,13 +192,13 @@ def paged_model(
     for axis, size in layout.sizes.items():
         if size > 1 and axis != "tensor":
             raise LayoutError(
-                f"serve: {axis}={size} is planned, but not yet executed by the engine, which splits over tensor alone; "
-                "run a process for each replica"
+                f"serve: {axis}={size} is planned, but not yet executed by the engine, which splits over tensor alone"
             )
     numerics = read_numerics(model)
-    mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
-    whole = layout.replace(sequence_parallel=False, expert_tensor_parallel=True, expert_dispatch="ragged")
-    placement = Placement(mesh, LayoutChoices.of(whole).strategy)
+    placement = Placement(
+        make_mesh({a: n for a, n in layout.sizes.items() if n > 1} or {"data": 1}, devices),
+        layout.structure.strategy("decode"),
+    )
     program = model.train_program()
     check_even(program, placement, program.bind(batch=1, queries=1, keys=page_tokens))
     around = Surroundings(numerics, dtype_of(dtype), program.sizes, expert_dispatch="ragged")

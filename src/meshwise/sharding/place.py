@@ -89,7 +89,8 @@ class _Placer:
             pending = {m for a in op.source.axes for m in splits.get(a, ())} - kept
             return Sharding.of(op.output.axes, own, unreduced=pending)
         if isinstance(op, Route):  # slots carry the split of the tokens they came from
-            return Sharding.of(op.output.axes, splits, unreduced=passed)
+            summed = splits["E"] if op.combine else ()
+            return Sharding.of(op.output.axes, splits, unreduced=passed.union(summed))
         out_axes = {a for split in (splits.get(x, ()) for x in op.output.axes) for a in split}
         pending = {a for x in op.axes for a in splits.get(x, ())} - out_axes
         return Sharding.of(op.output.axes, splits, unreduced=pending)

@@ -101,6 +101,8 @@ def serving_strategy(
     around = context(sharded=False, ring=ring) | expert(sharded=False)
     # Weights that are stored in parts are gathered as in FSDP, while sequences are split (Pope et al. 2022, 3.2.3).
     whole = fsdp() | around | positions | tensor_and_cache(cache_split, experts)
+    if experts == ("E",):  # before `expert`, whose exchange then moves a suffix
+        whole = Strategy(compute=tuple(Rule(experts, axis) for axis in ("tensor", "cache"))) | whole
     if wide:
         whole |= width(cache_split)
     split = {"whole": (), "positions": ("T",), "width": ("D",)}[residual]
@@ -146,7 +148,7 @@ class ServingLayoutChoices:
             residual="width" if self.wide else "positions" if split else "whole",
             wide=self.wide,
             ring=self.context_method == "ring",
-            experts=("Fe",) if self.expert_tensor_parallel else ("E", "C"),
+            experts=("Fe",) if self.expert_tensor_parallel else ("E", "C") if split else ("E",),
         )
 
 

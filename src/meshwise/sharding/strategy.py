@@ -263,7 +263,10 @@ def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:  
         return _kernel_space(strategy, op)
     if isinstance(op, Route):
         tokens = [a for a in op.axes if _base(a) not in ("E", "C")]
-        return strategy.splits(tokens, sequence=strategy.routes_sequence_shards) | {"C": _slots(strategy)}
+        slots, experts = _slots(strategy), strategy.splits(["E"], sequence=False).get("E", ())
+        # Experts that are split where tokens and slots are not: each device has all tokens, and adds up its part.
+        own = {"E": tuple(m for m in experts if m not in slots)}
+        return strategy.splits(tokens, sequence=strategy.routes_sequence_shards) | {"C": slots} | own
     if isinstance(op, CacheUpdate):
         return strategy.cache_splits(op.axes)
     if isinstance(op, Elementwise):

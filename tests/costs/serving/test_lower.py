@@ -13,7 +13,8 @@ from tests.costs.serving.cases import problem
 
 #: What a strategy takes together: the residual stream is split by its width where weights are, and slots are not then.
 STANDS = [
-    *({"residual": r, "wide": False, "experts": e} for r in ("whole", "positions") for e in (("Fe",), ("E", "C"))),
+    *({"residual": "whole", "wide": False, "experts": e} for e in (("Fe",), ("E",))),
+    *({"residual": "positions", "wide": False, "experts": e} for e in (("Fe",), ("E", "C"))),
     {"residual": "width", "wide": True, "experts": ("Fe",)},
 ]
 

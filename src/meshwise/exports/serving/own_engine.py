@@ -44,6 +44,15 @@ _NARROW = {(w, c): f"--quantization {w.value}" for w in (DType.INT8, DType.FP8) 
 RULES: EngineRules = (
     whole_heads(copies=False),
     *map(_no_axis, ("width", "cache", "context", "expert", "fsdp", "stage")),
+    Rule(
+        lambda c: c.mixture and c.splits_experts and c.experts % c.layout.tensor > 0,
+        "expert_tensor_parallel=off", "{c.experts} experts do not divide over {c.layout.tensor} devices",
+        "expert_tensor_parallel=on",
+    ),
+    Rule(
+        lambda c: c.layout.sequence_parallel and c.weight_chips > 1,
+        "sequence_parallel=on", "it holds the residual stream whole on each device", "sequence_parallel=off",
+    ),
     Rule(lambda c: bool(_why(c)), "model {c.model.name}", _why, "another engine"),
     Rule(
         lambda c: c.apart,
