@@ -52,7 +52,7 @@ def recorded(problem: Problem) -> dict[str, Any]:
     own = _number(solution.value)
     found: dict[str, Any] = {"unit": problem.unit, "asks": solution.asks_for, "answer": own, "inputs": inputs}
     found["tolerance"] = max(problem.tolerance, _LEAST)
-    return found | ({} if isinstance(own, str) else {"units": units_like(problem.unit)})
+    return found
 
 
 def _answer(problem: Problem, name: str, value: float) -> float | str | dict[str, str]:
@@ -76,7 +76,9 @@ def write(app: Sphinx, exception: Exception | None) -> None:
     folder = Path(app.outdir) / "_static" / "recorded"
     folder.mkdir(parents=True, exist_ok=True)
     for chapter in CHAPTERS:
-        text = json.dumps(dict(_chapter(chapter)), separators=(",", ":"), allow_nan=False)
+        own = dict(_chapter(chapter))
+        units = {unit: units_like(unit) for unit in sorted({p["unit"] for p in own.values()})}
+        text = json.dumps({"problems": own, "units": units}, separators=(",", ":"), allow_nan=False)
         (folder / f"{chapter}.js").write_text(f"recorded({text});\n", encoding="utf-8")
 
 

@@ -40,9 +40,11 @@ const build = (details, problem) => {
 };
 
 // Whether a reader's own answer is ours; a number is in the problem's unit, or in one that it names.
-const judged = (text, { answer, tolerance, unit, units }) => {
+const judged = (text, { answer, tolerance, unit }, units) => {
   const given = text.trim();
-  if (typeof answer === "string") return given.toLowerCase() === answer.toLowerCase() ? "Right." : "Not so.";
+  const letters = (words) => words.toLowerCase().replaceAll("×", "x").replace(/\s/g, "");
+  const counted = (words) => (unit === "slice" ? letters(words).split("x").sort().join("x") : letters(words)); // a slice has no order
+  if (typeof answer === "string") return counted(given) === counted(answer) ? "Right." : "Not so.";
   const [, digits, named] = given.match(/^([-+\d.,]+(?:e[-+]?\d+)?)\s*(.*)$/i) ?? [];
   if (digits === undefined || Number.isNaN(Number(digits.replaceAll(",", "")))) return `A number of ${unit}, please.`;
   if (named && !(named in units)) return `Not so: ${named} is no unit of this answer, which is in ${unit}.`;
@@ -67,7 +69,7 @@ const solve = (place) => {
 };
 
 // A field for the reader's own answer.
-const check = (place, problem) => {
+const check = (place, problem, units) => {
   const form = document.createElement("form"), label = document.createElement("label");
   const field = document.createElement("input"), said = document.createElement("output");
   const words = `Your answer, ${problem.asks}`;
@@ -75,7 +77,7 @@ const check = (place, problem) => {
   label.append(`${words} `, field);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    said.textContent = judged(field.value, problem);
+    said.textContent = judged(field.value, problem, units);
     if (said.textContent === "Right.") solve(place);
   });
   form.append(label, Object.assign(document.createElement("button"), { textContent: "Check" }), said);
@@ -84,14 +86,17 @@ const check = (place, problem) => {
 
 addEventListener("beforeprint", () => document.querySelectorAll("details.worked, details.catalog").forEach((d) => { d.open = true; }));
 
-// Called by the chapter's own script with its answers.
-window.recorded = (answers) => {
+// Called by the chapter's own script with its problems, and the units in which they may be answered.
+window.recorded = ({ problems, units }) => {
   const before = solved(), places = [...document.querySelectorAll("div.check")];
-  places.forEach((place) => check(place, answers[place.dataset.problem]));
+  places.forEach((place) => {
+    const problem = problems[place.dataset.problem];
+    check(place, problem, units[problem.unit]);
+  });
   // The list of the page stands behind this script.
   addEventListener("DOMContentLoaded", () => places.filter((place) => before.includes(place.dataset.problem)).forEach(mark));
   for (const place of document.querySelectorAll("div.vary")) {
-    const problem = answers[place.dataset.problem];
+    const problem = problems[place.dataset.problem];
     if (!Object.keys(problem.inputs).length) continue;
     const details = document.createElement("details");
     details.append(Object.assign(document.createElement("summary"), { textContent: "Other numbers" }));

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from meshwise.book import catalog_constants, problems, solve
+from meshwise.book import catalog_constants, judge, problems, solve
 from meshwise.book.hints import thoughts
 from meshwise.cli.main import main
 from meshwise.costs.rules import RULES
@@ -115,3 +115,22 @@ def test_a_question_stands_by_itself():
         assert not re.search(r"\b(that|this) (shard|array|gather|block|batch|answer|slice)\b", problem.question), (
             problem.id
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "right"),
+    [
+        ("applied_inference.minslice.int8_slice", "2 x 4", True),
+        ("training.q3.split", "4x1024", False),
+        ("training.q3.split", "1024 × 4", True),
+        ("sharding.q4.Bbase.feb25", "B<2550", True),
+        ("inference.q4.kv_shard", "8 over heads,2 over batch", True),
+        ("training.fsdp.dsv2_chips", "47.06 k", True),
+        ("inference.q1.params", "18.4 B", True),
+        ("training.mixed.fig_batch", "0.406 B", False),
+        ("training.mixed.fig_batch", "0.406 M tokens", True),
+        ("inference.q2.per_seq", "33.6 B", False),
+    ],
+)
+def test_an_answer_is_judged_by_what_it_says_not_how(name, answer, right):
+    assert judge(solve(problems()[name]), answer).right is right

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # twenty seconds of Sphinx; proves that no link o
 @cache
 def recorded(site, chapter):
     text = (site / "_static" / "recorded" / f"{chapter}.js").read_text(encoding="utf-8")
-    return json.loads(re.fullmatch(r"recorded\((.*)\);\n", text, re.DOTALL)[1])
+    return json.loads(re.fullmatch(r"recorded\((.*)\);\n", text, re.DOTALL)[1])["problems"]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,7 @@ def test_every_problem_is_in_its_chapter_and_in_the_index_of_words(site, chapter
         if problem.chapter == chapter:
             assert f"meshwise book {problem.id}" in page
             assert f">{problem.heading}</a>" in above
+            assert f">{problem.short}</a>" in above
     assert f'"book/{chapter}"' in (site / "searchindex.js").read_text(encoding="utf-8")
 
 

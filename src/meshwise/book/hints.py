@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any
@@ -36,15 +36,30 @@ def hint(name: str, method: str | Callable[..., Any], verb: Sequence[str], known
     return " ".join(_sentences(name, method, verb, known))
 
 
-def words_of(method: str | Callable[..., Any]) -> list[str]:
-    """The words that an answer can be, not in the order of the working; none where they are not few.
+#: Workings whose answers are words of a form -> the form.
+_FORMS: Mapping[str, str] = {
+    "verdict": "a collective with its mesh axis and its array, such as AllGather_X(lhs), AllReduce_Y(out), "
+    "AllGather_X(one input) where either array will do, AllGather(one input) where either axis will, too; or none",
+    "implied": "a word: ReduceScatter or AllReduce",
+    "wraps": "all, none, or one such as the axis of 8",
+    "batch_that_binds": "a condition, such as B < 100",
+    "split_of_caches": "ways, such as 4 over heads, 4 over batch",
+    "best_per_dollar": "a chip: h100 or v5p or v5e",
+}
 
-    >>> words_of("'slow' if T > 1 else 'fast'"), words_of("'no' if T > 1 else 'yes'")
-    (['slow', 'fast'], ['yes', 'no'])
+
+def words_like(method: str | Callable[..., Any], unit: str) -> str:
+    """What an answer in words looks like; where it is one of a few, these, not in the order of the working.
+
+    >>> words_like("'slow' if T > 1 else 'fast'", "verdict"), words_like("'no' if T > 1 else 'yes'", "verdict")
+    ('a word: slow or fast', 'a word: yes or no')
     """
-    if isinstance(method, str):
-        return sorted(set(re.findall(r"'([^']+)'", method)), reverse=True)
-    return ["yes", "no"] if (method.__doc__ or "").startswith("Whether") else []
+    if unit in ("shape", "slice", "XxY"):
+        return "sizes, such as 4x8"
+    if not isinstance(method, str):
+        return "a word: yes or no" if (method.__doc__ or "").startswith("Whether") else _FORMS[method.__name__]
+    words = sorted(set(re.findall(r"'([^']+)'", method)), reverse=True)
+    return f"a word: {' or '.join(words)}"
 
 
 @functools.cache

@@ -96,13 +96,14 @@ def judge(solution: Solution, answer: str) -> Judgement:
 
 
 def units_like(unit: str) -> dict[str, float]:
-    """Units of the same kind -> how many of this one each is.
+    """Units in which an answer may be given -> how many of this one each is; counts of thousands and the like, too.
 
-    >>> units_like("ms")["s"], units_like("FLOPs/byte")
-    (1000.0, {'FLOPs/byte': 1.0})
+    >>> units_like("ms")["s"], units_like("FLOPs/byte")["k"], units_like("tokens")["M tokens"]
+    (1000.0, 1000.0, 1000000.0)
     """
     kind = next((units for units in _KINDS.values() if unit in units), {unit: 1})
-    return {name: size / kind[unit] for name, size in kind.items()}
+    scaled = {scale + rest: size for scale, size in _SCALES.items() for rest in ("", f" {unit}")}
+    return scaled | {name: size / kind[unit] for name, size in kind.items()}
 
 
 def _factor(named: str, unit: str) -> float | str:
@@ -110,9 +111,6 @@ def _factor(named: str, unit: str) -> float | str:
     if named in (like := units_like(unit)):
         return like[named]
     kinds = {name: kind for kind, units in _KINDS.items() for name in units}
-    head, _, rest = named.partition(" ")
-    if head in _SCALES and (not rest or rest == unit) and (head not in kinds or unit not in kinds):
-        return _SCALES[head]
     if named in kinds:
         return f"{named} is {kinds[named]}, and the problem asks for {unit}"
     return f"unknown unit {named!r}; the problem's is {unit}"

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from meshwise.book.equivalents import REASONS, same_by_rule, why_no_command
-from meshwise.book.hints import LISTED, hint, words_of
+from meshwise.book.hints import LISTED, hint, words_like
 from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
@@ -204,14 +204,10 @@ class Solution(Answer):
 
     @property
     def asks_for(self) -> str:
-        """What an answer is: a number of a unit, sizes, or a word, of which where the working has them."""
-        unit = self.problem.unit
-        if not isinstance(self.value, str):
-            return f"a number of {unit}"
-        if unit in ("shape", "slice", "XxY"):
-            return "sizes, such as 4x8"
-        words = words_of(_method(find_problem(self.problem.id)))
-        return f"a word: {' or '.join(words)}" if words else "a word"
+        """What an answer is: a number of a unit, or words, of which or of what form."""
+        problem = self.problem
+        words = isinstance(self.value, str)
+        return words_like(_method(find_problem(problem.id)), problem.unit) if words else f"a number of {problem.unit}"
 
     @property
     def hint(self) -> str:
@@ -240,7 +236,7 @@ class Solution(Answer):
     def agrees_with(self, answer: float | str) -> bool:
         """Whether an answer in the problem's unit is ours within the tolerance."""
         if isinstance(answer, str) or isinstance(self.value, str):
-            return str(answer).strip().lower() == str(self.value).lower()
+            return _letters(str(answer), self.problem.unit) == _letters(str(self.value), self.problem.unit)
         return math.isclose(answer, self.value, rel_tol=max(self.problem.tolerance, 1e-9))
 
 
@@ -253,6 +249,12 @@ VERDICTS: Mapping[str, str] = {
     "ours": "ours: the book prints no answer, or it is not compared",
     "varied": "other numbers than the book's",
 }
+
+
+def _letters(answer: str, unit: str) -> str | list[str]:
+    """What counts of an answer in words: no spaces, no capitals; of a slice no order."""
+    letters = "".join(answer.lower().replace("×", "x").split())
+    return sorted(letters.split("x")) if unit == "slice" else letters
 
 
 def _is_numeric(value: Any) -> bool:
