@@ -21,7 +21,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import meshwise
-from meshwise.book import CHAPTERS, VERDICTS, Problem, Solution, catalog_constants, problems, solve
+from meshwise.book import CHAPTERS, VERDICTS, Problem, Solution, catalog_constants, problems, solve, written
 
 #: Files of the repository that are pages of the site.
 _PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
@@ -140,8 +140,8 @@ def _folded(kind: str, title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _worked(solution: Solution) -> Iterator[str]:
     problem, how = solution.problem, solution.explanation
-    printed = "nothing" if problem.printed is None else _shown(problem.printed, problem.unit)
-    yield f"**{how.result}**; the book prints {_plain(printed)}: {VERDICTS[solution.verdict]}."
+    printed = "" if problem.printed is None else f"the book prints {_shown(problem.printed, problem.unit)}: "
+    yield f"**{how.result}**; {_plain(printed)}{VERDICTS[solution.verdict]}."
     yield ""
     yield "```text"
     yield from textwrap.wrap(how.formula, 100)
@@ -169,7 +169,7 @@ def _of_catalog(problem: Problem) -> Iterator[str]:
 
 
 def _shown(value: float | str, unit: str) -> str:
-    return value if isinstance(value, str) else f"{value:,.6g} {unit}"
+    return value if isinstance(value, str) else f"{written(value)} {unit}"
 
 
 def _plain(text: str) -> str:

@@ -13,6 +13,7 @@ from meshwise.book.problems import (
     find_problem,
     problems,
     solve,
+    written,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "problems",
     "solve",
     "units_like",
+    "written",
 ]

@@ -70,7 +70,7 @@ class Problem:
         units: of both, by name.
         unit: of the answer, as the book prints it.
         tolerance: relative, within which an answer meets the printed one.
-        printed: by the book, None where it prints none or ours is not compared.
+        printed: by the book, None where it prints none or it is not on record.
         recomputed: the right answer where that is another.
         status: agrees, rounding, superseded, book_inconsistent, no_published_answer, or "" where nothing is on record.
         note: why, in words.
@@ -246,7 +246,7 @@ VERDICTS: Mapping[str, str] = {
     "rounding": "the book rounds",
     "corrected": "an earlier text of the book; corrected since",
     "inconsistent": "the book contradicts itself",
-    "ours": "ours: the book prints no answer, or it is not compared",
+    "ours": "ours: the book prints no answer, or it is not on record here",
     "varied": "other numbers than the book's",
 }
 
@@ -272,6 +272,15 @@ def _plain(text: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _shown(value: Any) -> str:
     short = isinstance(value, float) or (isinstance(value, int) and value >= 1e9 and float(f"{value:g}") == value)
     return f"{value:g}" if short else str(value).replace("'", "")
+
+
+def written(number: float) -> str:
+    """A number to six figures; a whole one in full.
+
+    >>> written(1048576.0), written(120.12195), written(1.97e14)
+    ('1,048,576', '120.122', '1.97e+14')
+    """
+    return f"{number:,.0f}" if number == int(number) and abs(number) < 1e10 else f"{number:,.6g}"
 
 
 def _number(text: str) -> float | str | None:
@@ -358,7 +367,7 @@ def solve(problem: Problem, changes: Mapping[str, str] | None = None) -> Solutio
     reason = "" if verb else why_no_command(name, value)
     if not isinstance(value, str):
         value = float(value) / UNITS.get(problem.unit, 1)
-    shown = value if isinstance(value, str) else f"{value:.6g} {problem.unit}"
+    shown = value if isinstance(value, str) else f"{written(value)} {problem.unit}"
     how = Explanation(problem.id, str(working.formula), working.substitution, shown, problem.source)
     return Solution(problem, values, tuple(changed), value, how, verb, reason)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwise.book import CHAPTERS, VERDICTS, Judgement, Solution, judge
+from meshwise.book import CHAPTERS, VERDICTS, Judgement, Problem, Solution, judge, problems, written
 from meshwise.report.report import Report
 from meshwise.report.table import Columns, counted, facts, said, tabulate
 
@@ -21,12 +21,18 @@ _COLUMNS: Columns = {"!working": lambda row: row[0], "": lambda row: row[1]}
 _QUESTION: Columns = {"!question": lambda row: row[0], "": lambda row: row[1]}
 
 
-def _number(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:,.6g}" if abs(value) < 1e7 else f"{value:.5g}"
-
-
 def _with_unit(value: float | str, unit: str) -> str:
-    return _number(value) if isinstance(value, str) else f"{_number(value)} {unit}"
+    return value if isinstance(value, str) else f"{written(value)} {unit}"
+
+
+def _onward(problem: Problem, mode: str = "") -> tuple[str, ...]:
+    """Where to go from a problem, as steps."""
+    names = [p.id for p in problems().values() if p.chapter == problem.chapter]
+    following = names[names.index(problem.id) + 1 :][:1]
+    return (
+        *(f"the next problem: meshwise book {name}{mode}" for name in following),
+        f"all of this chapter: meshwise book {problem.chapter}{mode}",
+    )
 
 
 def _answer(solution: Solution) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def question_report(solution: Solution, answer: str | None, inputs: Mapping[str,
         body=(Text(problem.question), tabulate(_QUESTION, rows)),
         assumed=(f"{problem.source}: {problem.url}",),
         next_steps=(f"your own answer: meshwise book {problem.id} --hint --answer ...",
-                    f"the answer with its working: meshwise book {problem.id}"),
+                    f"the answer with its working: meshwise book {problem.id}", *_onward(problem, " --hint")),
     )  # fmt: skip
 
 
@@ -101,12 +107,12 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
     """
     problem, how = solution.problem, solution.explanation
     judged = None if answer is None else judge(solution, answer)
-    printed = "none" if problem.printed is None else _with_unit(problem.printed, problem.unit)
+    printed = "" if problem.printed is None else f"{_with_unit(problem.printed, problem.unit)}: "
     rows = [
         ("formula", how.formula),
         ("with numbers", how.substitution),
         ("answer", _with_unit(solution.value, problem.unit)),
-        ("the book prints", f"{printed} ({VERDICTS[solution.verdict]})"),
+        ("the book prints", f"{printed}{VERDICTS[solution.verdict]}"),
         ("given", solution.given),
     ]
     varied = f"meshwise book {problem.id} --set {problem.variable[0]}=..." if problem.variable else ""
@@ -136,6 +142,7 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
             f"the same by a command: {solution.equivalent}" if solution.equivalent else None,
             f"no command gives the same: {solution.no_command}" if solution.no_command else None,
             f"other numbers: {varied}" if varied else None,
+            *_onward(problem),
         ),
         explanations=(how,),
     )
@@ -154,7 +161,7 @@ def problems_report(solutions: Sequence[Solution], inputs: Mapping[str, Any]) ->
     columns: Columns = {
         "!problem": "problem.id",
         ">answer": lambda s: _with_unit(s.value, s.problem.unit),
-        ">the book": lambda s: "-" if s.problem.printed is None else _number(s.problem.printed),
+        ">the book": lambda s: "-" if s.problem.printed is None else _with_unit(s.problem.printed, "").rstrip(),
         "": lambda s: "" if s.verdict == "ours" else s.verdict,
     }
     counts = Counter(s.verdict for s in solutions)
