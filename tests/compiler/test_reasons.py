@@ -267,6 +267,26 @@ def test_keys_and_values_may_go_round_and_once_more_for_what_is_computed_again()
     assert reasons(expected, sends[:1])["permute over x"] == {"ring": 180.0, "again": 60.0}
 
 
+def test_a_ring_leaves_the_scatters_of_gradients_over_its_axis_to_them():
+    expected = [
+        wanted("all-gather", X, 60 * MB, purpose="ring"),
+        wanted("reduce-scatter", X, 60 * MB, purpose="ring", when="backward"),
+        wanted("reduce-scatter", (*Y, *X), 150 * MB, purpose="gradients", when="backward"),  # of 160, over 16 devices
+    ]
+    compiled = [
+        found("permute", X, 120 * MB),
+        found("reduce-scatter", Y, 120 * MB),
+        found("reduce-scatter", X, 30 * MB),
+    ]
+    assert reasons(expected, compiled) == {
+        "all-gather over x": {"ring": -60.0},
+        "permute over x": {"ring": 120.0},
+        "reduce-scatter over x": {"ring": -60.0, "axis by axis": 30.0},
+        "reduce-scatter over y": {"axis by axis": 120.0},
+        "reduce-scatter over y,x": {"axis by axis": -150.0},
+    }
+
+
 def test_products_of_one_sum_may_be_scattered_apart():
     expected = [wanted("reduce-scatter", X, 30 * MB, when="backward", purpose="activations")]
     scope = "transpose(jvp())/while/body/layer/{}/dot_general"
