@@ -47,12 +47,21 @@ def recorded(problem: Problem) -> dict[str, Any]:
         if name in problem.variable and isinstance(printed, int | float) and printed:
             values = values_of(printed)
             answers = [_answer(problem, name, v) for v in values]
-            inputs[name] = {"own": values.index(printed), "values": values, "answers": answers}
+            own = values.index(printed)
+            still = all(answer == answers[own] for answer in answers)  # no slider: it would move nothing
+            inputs[name] = (
+                {"own": 0, "values": [printed], "answers": [answers[own]]}
+                if still
+                else {"own": own, "values": values, "answers": answers}
+            )
     solution = solve(problem)
-    own = _number(solution.value)
-    found: dict[str, Any] = {"unit": problem.unit, "asks": solution.asks_for, "answer": own, "inputs": inputs}
-    found["tolerance"] = max(problem.tolerance, _LEAST)
-    return found
+    return {
+        "unit": problem.unit,
+        "asks": solution.asks_for,
+        "answer": _number(solution.value),
+        "inputs": inputs,
+        "tolerance": max(problem.tolerance, _LEAST),
+    }
 
 
 def _answer(problem: Problem, name: str, value: float) -> float | str | dict[str, str]:
@@ -78,7 +87,11 @@ def write(app: Sphinx, exception: Exception | None) -> None:
     for chapter in CHAPTERS:
         own = dict(_chapter(chapter))
         units = {unit: units_like(unit) for unit in sorted({p["unit"] for p in own.values()})}
-        text = json.dumps({"problems": own, "units": units}, separators=(",", ":"), allow_nan=False)
+        lists: dict[tuple[float, ...], int] = {}  # many problems vary the same number
+        for varied in (number for p in own.values() for number in p["inputs"].values()):
+            varied["values"] = lists.setdefault(tuple(varied["values"]), len(lists))
+        found = {"problems": own, "units": units, "lists": list(lists)}
+        text = json.dumps(found, separators=(",", ":"), allow_nan=False)
         (folder / f"{chapter}.js").write_text(f"recorded({text});\n", encoding="utf-8")
 
 

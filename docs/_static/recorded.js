@@ -87,7 +87,8 @@ const check = (place, problem, units) => {
 addEventListener("beforeprint", () => document.querySelectorAll("details.worked, details.catalog").forEach((d) => { d.open = true; }));
 
 // Called by the chapter's own script with its problems, and the units in which they may be answered.
-window.recorded = ({ problems, units }) => {
+window.recorded = ({ problems, units, lists }) => {
+  for (const problem of Object.values(problems)) for (const input of Object.values(problem.inputs)) input.values = lists[input.values];
   const before = solved(), places = [...document.querySelectorAll("div.check")];
   places.forEach((place) => {
     const problem = problems[place.dataset.problem];

@@ -25,7 +25,10 @@ pytestmark = pytest.mark.slow  # twenty seconds of Sphinx; proves that no link o
 @cache
 def recorded(site, chapter):
     text = (site / "_static" / "recorded" / f"{chapter}.js").read_text(encoding="utf-8")
-    return json.loads(re.fullmatch(r"recorded\((.*)\);\n", text, re.DOTALL)[1])["problems"]
+    found = json.loads(re.fullmatch(r"recorded\((.*)\);\n", text, re.DOTALL)[1])
+    for varied in (number for problem in found["problems"].values() for number in problem["inputs"].values()):
+        varied["values"] = found["lists"][varied["values"]]
+    return found["problems"]
 
 
 @pytest.fixture(scope="module")

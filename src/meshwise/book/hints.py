@@ -69,14 +69,23 @@ def thoughts() -> tuple[tuple[str, str], ...]:
     return tuple((of, row["hint"]) for row in csv.DictReader(text.splitlines()) for of in row["of"].split())
 
 
+def thought(name: str, verb: Sequence[str]) -> str:
+    """What limits, and what to compare.
+
+    >>> thought("roofline.bounds.factor", ())
+    'Put both times in as equal: what are the sum and the maximum then?'
+    """
+    wanted = name, f"rule:{verb[1]}" if verb[:1] == ("rule",) else ""
+    return next(words for one in wanted for of, words in thoughts() if fnmatchcase(one, of))
+
+
 def _sentences(
     name: str, method: str | Callable[..., Any], verb: Sequence[str], known: Collection[str]
 ) -> Iterator[str]:
-    rule = verb[1] if verb[:1] == ("rule",) else ""
-    yield next(words for wanted in (name, f"rule:{rule}") for of, words in thoughts() if fnmatchcase(wanted, of))
-    if rule:
+    yield thought(name, verb)
+    if verb[:1] == ("rule",):
         solved = f", solved for {verb[-1]}" if verb[-2] == "--solve" else ""
-        yield f"The rule '{rule}': {find_rule(rule).words}{solved}."
+        yield f"The rule '{verb[1]}': {find_rule(verb[1]).words}{solved}."
     if not isinstance(method, str):
         return
     names = [name for name in Formula(method).names if name in known and name != LISTED]

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from meshwise.book.equivalents import REASONS, same_by_rule, why_no_command
-from meshwise.book.hints import LISTED, hint, words_like
+from meshwise.book.hints import LISTED, hint, thought, words_like
 from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.formula import Formula
@@ -208,6 +208,11 @@ class Solution(Answer):
         problem = self.problem
         words = isinstance(self.value, str)
         return words_like(_method(find_problem(problem.id)), problem.unit) if words else f"a number of {problem.unit}"
+
+    @property
+    def thought(self) -> str:
+        """What limits, and what to compare."""
+        return thought(self.problem.id, self.verb)
 
     @property
     def hint(self) -> str:

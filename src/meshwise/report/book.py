@@ -109,6 +109,7 @@ def solution_report(solution: Solution, answer: str | None, inputs: Mapping[str,
     judged = None if answer is None else judge(solution, answer)
     printed = "" if problem.printed is None else f"{_with_unit(problem.printed, problem.unit)}: "
     rows = [
+        ("think of", solution.thought),
         ("formula", how.formula),
         ("with numbers", how.substitution),
         ("answer", _with_unit(solution.value, problem.unit)),
