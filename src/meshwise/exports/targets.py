@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from meshwise.core.errors import HandoverError, MeshwiseError, UnknownNameError
@@ -126,14 +127,26 @@ def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
     return refusals
 
 
+@lru_cache(maxsize=64)
+def _takes(name: str, problem: TrainingProblem) -> bool:
+    """Whether a tool takes the job in some layout; asked of each of many layouts of a job."""
+    return not refusals_of(name, problem).lines
+
+
 def tools_for(problem: TrainingProblem, names: Iterable[str] = TOOLS) -> tuple[Tool, ...]:
     """Those of some tools that take the job in some layout."""
-    return tuple(_tool(name, problem) for name in names if not refusals_of(name, problem).lines)
+    return tuple(_tool(name, problem) for name in names if _takes(name, problem))
 
 
 def runs_in(plan: Plan) -> tuple[str, ...]:
     """Tools that take a plan, by name."""
-    return tuple(tool.name for tool in tools_for(plan.problem) if tool.runs(plan.layout))
+    return _run(plan.problem, plan.layout)
+
+
+@lru_cache(maxsize=64)
+def _run(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
+    """The same; a report asks more than once."""
+    return tuple(tool.name for tool in tools_for(problem) if tool.runs(layout))
 
 
 #: Tools that plans are made for unless others are asked for.

@@ -270,14 +270,20 @@ def estimate_layout(
     check_request(problem, request)
     exact = replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
     # What is missing at the end is memory: the leanest way says by how much.
-    ways = list(itertools.product((exact, problem), dict.fromkeys((memory_share, 1.0))))
-    for takers, (given, share) in (
-        *itertools.product([tools] if tools else [], ways),
-        *itertools.product([()], (*ways, (problem, math.inf))),
-    ):
-        result = search_layout(given, request, takers, share, progress)
-        if best := result.front[-1:] if math.isinf(share) else result.best:
+    given, shares = dict.fromkeys((exact, problem)), dict.fromkeys((memory_share, 1.0))
+    ways = list(itertools.product(dict.fromkeys((tools, ())), given, shares))
+
+    def searched(takers: tuple[Tool, ...], given: TrainingProblem, share: float) -> SearchResult:
+        return search_layout(given, request, takers, share, progress)
+
+    result, share = searched(*ways[0]), ways[0][-1]
+    if not result.best and not searched(*ways[-1]).best:  # what does not fit in the widest way fits in none
+        result, share = searched((), problem, math.inf), math.inf
+    for way in ways[1:]:
+        if result.best:
             break
+        result, share = searched(*way), way[-1]
+    best = result.front[-1:] if math.isinf(share) else result.best
     plan = Plan.of(problem, best[0].layout, best[0].fabric)
     if not plan.estimate.fits:
         plan = _usually_placed(plan)

@@ -123,7 +123,7 @@ class NetworkSearch:
         """Search: a first look at the plainest schedule gives a cut, which rules most other schedules out."""
         bounds, every = self.pricing.bounds, range(len(self.network.schedules))
         self.state.strategies += (number := bounds.examined(every))
-        if number <= _FEW and not self.for_front:
+        if number <= _FEW:
             self.price_all()
             self.all_priced = True
             return

@@ -6,6 +6,7 @@ Not here: which verbs and options there are (`links`), and how pages are put tog
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -84,6 +85,10 @@ class Answered:
 _FILES = {"save": "plan.json", "trace": "trace.json"}
 
 
+#: A folder in memory, where there is one: what is written there waits for no disk.
+_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  (made safe by `tempfile`)
+
+
 @dataclass
 class _Screen:
     """Takes the report of a verb; a `Screen` of `commands`."""
@@ -143,7 +148,7 @@ def failed(verb: str, pairs: Pairs, error: MeshwiseError) -> Answered:
 
 def _answered(verb: str, pairs: Pairs, screen: _Screen) -> Answered:
     asked = requests_of(verb, pairs)
-    with tempfile.TemporaryDirectory(prefix="meshwise-") as folder:
+    with tempfile.TemporaryDirectory(prefix="meshwise-", dir=_MEMORY) as folder:
         places = {option: Path(folder) / name for option, name in _FILES.items()}
         code = load(verb).function(screen, *_writing(asked, places)) or 0
         files = {path.name: path.read_text(encoding="utf-8") for path in places.values() if path.exists()}

@@ -84,7 +84,8 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = [(key.encode(), value.encode()) for key, value in _HEADERS.items()]
+                kept = {"cache-control": "max-age=60"} if scope["path"].startswith("/static/") else {}
+                own = [(key.encode(), value.encode()) for key, value in (_HEADERS | kept).items()]
                 message["headers"] = [*message["headers"], *own]
             await send(message)
 
@@ -122,7 +123,12 @@ async def find(request: Request, verb: str, pairs: Pairs, *, waiting: bool = Tru
     """
     searches: Searches | None = request.app.state.searches
     if searches is None or _is_quick(verb, pairs):
-        return await find_here(verb, pairs, explained="x-held" not in request.headers)
+        if "x-held" not in request.headers:
+            return await find_here(verb, pairs)
+        async with request.app.state.moving:  # one move after another; those that a later one has replaced are passed
+            if await request.is_disconnected():
+                return failed(verb, pairs, MeshwiseError("the slider has moved on"))
+            return await find_here(verb, pairs, explained=False)
     key = (verb, pairs, waiting)
     if (known := searches.known(key)) is not None:
         return known
@@ -172,7 +178,7 @@ async def show_view(request: Request) -> Response:
             return StreamingResponse(_searching(request, asked, job, stack), media_type="text/html")
         stack.close()
     answered = await find(request, asked.verb, asked.pairs)
-    return _page(asked, answered, await _second(request, asked))
+    return _page(asked, answered, await _second(request, asked), held="x-held" in request.headers)
 
 
 async def _searching(request: Request, asked: pages.Asked, job: Job, stack: ExitStack) -> AsyncIterator[str]:
@@ -202,9 +208,11 @@ async def _second(request: Request, asked: pages.Asked) -> Answered | None:
     return await find(request, verb, pairs)
 
 
-def _page(asked: pages.Asked, answered: Answered, second: Answered | None = None) -> HTMLResponse:
+def _page(
+    asked: pages.Asked, answered: Answered, second: Answered | None = None, *, held: bool = False
+) -> HTMLResponse:
     status = _STATUS[answered.exit_code] if answered.message else 200
-    return HTMLResponse(pages.view_top(asked) + pages.view_rest(asked, answered, second), status)
+    return HTMLResponse(pages.view_top(asked) + pages.view_rest(asked, answered, second, held=held), status)
 
 
 async def show_start(request: Request) -> Response:
@@ -370,6 +378,7 @@ def make_app(*, processes: bool = True) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.searches = searches = Searches() if processes else None
+        app.state.moving = asyncio.Lock()
         if searches is not None:
             searches.warm()
             app.state.warming = asyncio.get_running_loop().create_task(_warm())
@@ -383,6 +392,7 @@ def make_app(*, processes: bool = True) -> Starlette:
 #: What a slider may ask first.
 _FIRST = (
     "meshwise roofline 'fp32[N] + fp32[N] -> fp32[N]' --on h100",
+    "meshwise shard 'A[I_X] -> A[I]' --mesh X=2 --set I=8 --on v5e:2x1",
     "meshwise estimate train llama-3-8b --on h100:8 --batch-tokens 1Mi --seq-len 4096 --layout fsdp=8 --no-changes",
     "meshwise estimate serve llama-3-8b --on h100:8 --batch 8 --layout tensor=8 --prompt 64 --output 64 --no-changes",
     "meshwise book roofline.q2.Bcrit",

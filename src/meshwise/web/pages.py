@@ -113,13 +113,14 @@ def bug(error: Exception) -> str:
     return _render("message.html", title="A bug", message=bug_words(error), near=())
 
 
-def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) -> str:
+def view_rest(asked: Asked, answered: Answered, second: Answered | None = None, *, held: bool = False) -> str:
     """A page from the answer on.
 
     Args:
         asked: what the link asks.
         answered: its answer.
         second: the answer of B, where there is one.
+        held: whether a slider is held, so that the form and the sliders stay those that are shown.
     """
     verb, pairs = answered.verb, answered.pairs
     asking = query((("verb", verb), *pairs))
@@ -137,16 +138,16 @@ def view_rest(asked: Asked, answered: Answered, second: Answered | None = None) 
         exports={tool: f"/files/{tool}?{asking}" for tool in _tools(answered)},
         drawn=pictures(answered, asked.page) if answered.envelope else "",
         short=_after_question(answered),
-        whole=Markup(answered.whole) if answered.whole != answered.short else "",  # noqa: S704
+        whole=Markup(answered.whole) if answered.whole != answered.short and not held else "",  # noqa: S704
         choices=choices(answered),
-        stops=stops_of(answered, asked.page),
+        stops=[] if held else stops_of(answered, asked.page),
         moves=moves(answered),
         timeline=timeline(answered),
         nearest=nearest(answered),
         steps=[linked(step, answered) for step in answered.next_steps if not _writes(step)],
         message=[linked(line, answered) for line in answered.message.split("\n")],
         data=answered.envelope or {},
-        form=form_of(asked.verb, asked.pairs, answered.wrong),
+        form=None if held else form_of(asked.verb, asked.pairs, answered.wrong),
         layout_field=bool(asked.view.layout_verb) and asked.verb == asked.view.verb,
     )
 

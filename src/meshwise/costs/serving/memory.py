@@ -193,10 +193,11 @@ def cache_capacity(problem: ServingProblem, setup: ServingSetup, step: Step) -> 
     return problem.cluster.chip.hbm_usable - (memory["total"] - memory["kv_cache"])
 
 
-def longest_context(problem: ServingProblem, setup: ServingSetup) -> int:
+def longest_context(problem: ServingProblem, setup: ServingSetup, *, near: int = 1) -> int:
     """The most tokens, prompt and output together, of each request of the setup's batch that fit on a decoding engine.
 
     Outputs are the load's, as far as the tokens last; 0 where one token is too much, and never more than `LONGEST`.
+    It is looked for around `near`.
     """
     mesh, structure = mesh_sizes(setup.decode), setup.decode.structure
     usable = problem.cluster.chip.hbm_usable
@@ -209,11 +210,11 @@ def longest_context(problem: ServingProblem, setup: ServingSetup) -> int:
     def held(tokens: int) -> float:
         return float(cache_bytes(problem, "decode", structure, mesh, float(setup.batch), float(tokens)))
 
-    guess = 1
+    guess = near
     for _ in range(_GUESSES):  # what else is held grows slowly: the cache that fits beside it is near at once
         used = memory(guess)
         room = usable - (used["total"] - used["kv_cache"])
-        last, guess = guess, max(most(lambda tokens, room=room: held(tokens) <= room, LONGEST), 1)
+        last, guess = guess, max(most(lambda tokens, room=room: held(tokens) <= room, LONGEST, near=guess), 1)
         if guess == last:
             break
     return most(lambda tokens: memory(tokens)["total"] <= usable, LONGEST, near=guess)
@@ -246,11 +247,11 @@ def most(fits: Callable[..., bool], limit: int, *, near: int = 1) -> int:
 
 def frontier(problem: ServingProblem, setup: ServingSetup) -> tuple[tuple[int, int], ...]:
     """The longest request, in tokens, that just fits beside others like it: for 1, 2, 4, ... requests of an engine."""
-    found = []
+    found: list[tuple[int, int]] = []
     batch = 1
     while batch <= _MOST_REQUESTS:
         one = ServingSetup(setup.mode, setup.prefill, setup.decode, batch, setup.prefill_batch, setup.chunk)
-        tokens = longest_context(problem, one)
+        tokens = longest_context(problem, one, near=found[-1][1] // 4 if found else 1)
         if tokens < _SHORT:
             break
         found.append((batch, tokens))

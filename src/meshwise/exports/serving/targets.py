@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwise.core.errors import UnknownNameError
 from meshwise.costs.problem import ServingProblem
@@ -115,9 +116,15 @@ def serving_refusals_of(name: str, problem: ServingProblem) -> Refusals:
     return refusals
 
 
+@lru_cache(maxsize=64)
+def _takes(name: str, problem: ServingProblem) -> bool:
+    """Whether an engine takes the load in some layout; asked of each of many layouts of a load."""
+    return not serving_refusals_of(name, problem).lines
+
+
 def serving_tools_for(problem: ServingProblem, names: Iterable[str] = SERVING_TARGETS) -> tuple[ServingTool, ...]:
     """Those of some engines that take the load in some layout."""
-    return tuple(_serving_tool(name, problem) for name in names if not serving_refusals_of(name, problem).lines)
+    return tuple(_serving_tool(name, problem) for name in names if _takes(name, problem))
 
 
 def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
