@@ -230,7 +230,7 @@ class Solution(Answer):
         problem = self.problem
         if self.changed:
             return "varied"
-        if problem.printed is None or problem.status == "no_published_answer":
+        if problem.printed is None:
             return "ours"
         if problem.status == "superseded":
             return "corrected"
@@ -311,7 +311,7 @@ def _rows() -> Iterator[Problem]:
                 units=units | their_units,
                 unit=line["answer_unit"],
                 tolerance=float(line["tolerance"]),
-                printed=_number(line.get("answer_value", "")),
+                printed=_number(line.get("answer_value", "") if line.get("status") != "no_published_answer" else ""),
                 recomputed=_number(line.get("recomputed_value", "")),
                 status=line.get("status", ""),
                 note=line.get("note", ""),
