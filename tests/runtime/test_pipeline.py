@@ -5,6 +5,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshwise.core.errors import LayoutError
+from meshwise.costs.schedules import Rounds
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import alone, configured, dense, loss_and_gradients, make, worst
 from tests.runtime.test_models import MODELS
@@ -16,7 +17,11 @@ LAYOUTS = {
     "1f1b-fsdp": {"stage": 4, "fsdp": 2, "num_microbatches": 4, "remat": "matmuls"},
     "1f1b-ring": {"stage": 2, "context": 2, "data": 2, "zero": 2, "context_method": "ring", "num_microbatches": 2},
     "interleaved": {
-        "stage": 2, "fsdp": 2, "tensor": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4,
+        "stage": 4, "fsdp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 12,
+        "remat": "matmuls",
+    },
+    "three-pieces": {
+        "stage": 2, "fsdp": 2, "tensor": 2, "schedule": "interleaved", "virtual_stages": 3, "num_microbatches": 4,
     },
     "interleaved-replicas": {
         "stage": 2, "data": 2, "zero": 1, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4,
@@ -30,8 +35,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_and_gradients_are_those_of_one_device(name):
     layout = Layout(**LAYOUTS[name])
-    expected_loss, expected = alone(dense(FOUR), layout.sequences)
-    loss, found = loss_and_gradients(make(dense(FOUR), layout))
+    pieces = layout.stage * layout.virtual_stages
+    model = dense(FOUR.replace("L=4", f"L={max(4, pieces)}"))
+    expected_loss, expected = alone(model, layout.sequences)
+    loss, found = loss_and_gradients(make(model, layout))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert worst(found, expected) < 1e-5
 
@@ -63,20 +70,25 @@ def loops(jaxpr):
             yield from loops(inner)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pieces", "rounds"), [pytest.param("gpipe", 1, 5, marks=pytest.mark.jax), ("interleaved", 2, 9)]
-)
-def test_no_weight_is_kept_of_every_round(schedule, pieces, rounds):
+@pytest.mark.jax
+def test_no_weight_is_kept_of_every_round():
     """What a round keeps for its backward pass are activations: weights are read again where they are stored."""
-    layout = Layout(
-        stage=2, fsdp=4, schedule=schedule, virtual_stages=pieces, num_microbatches=4, remat="full", micro_batch=1
-    )
+    layout = Layout(stage=2, fsdp=4, schedule="gpipe", num_microbatches=4, remat="full", micro_batch=1)
     step = make(dense("D=32 F=64 L=8 N=4 K=2 H=8 V=64"), layout)
     program = jax.make_jaxpr(step.gradients)(step.abstract_state["weights"], step.abstract_batch).jaxpr
-    found = [e for e in loops(program) if e.params["length"] == rounds]
+    found = [e for e in loops(program) if e.params["length"] == 5]
     kept = [v.aval.shape for e in found for v in e.outvars[e.params["num_carry"] :]]
     assert any(shape[-2:] == (16, 32) for shape in kept), "streams [T, D] are"
     assert not [shape for shape in kept if shape[-2:] in ((32, 64), (64, 32))]
+
+
+def test_interleaved_stages_keep_the_inputs_of_the_pieces_in_flight():
+    """However many microbatches there are."""
+    layout = Layout(stage=2, fsdp=4, schedule="interleaved", virtual_stages=2, num_microbatches=32, micro_batch=1)
+    step = make(dense("D=32 F=64 L=4 N=4 K=2 H=8 V=64"), layout)
+    program = jax.make_jaxpr(step.gradients)(step.abstract_state["weights"], step.abstract_batch).jaxpr
+    kept = {v.aval.shape[:-3] for e in loops(program) for v in e.outvars if v.aval.shape[-2:] == (16, 32)}
+    assert kept == {(2,), (2, sum(Rounds.of(layout).kept))}
 
 
 @pytest.mark.parametrize(

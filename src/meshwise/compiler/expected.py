@@ -19,6 +19,7 @@ from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import Holding
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.schedules import Rounds
 from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Pass, Sent
 from meshwise.sharding import CollectiveKind
@@ -29,97 +30,63 @@ from meshwise.sharding.placed import Purpose
 _STATE = ("parameters", "master_copies", "optimizer")
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """The rounds of a pipelined program.
+def runs_beyond(rounds: Rounds, role: str, when: str, planned: float) -> dict[str, float]:
+    """Runs of a block that a pipelined program has and the plan does not, by reason.
 
     Args:
-        schedule: "gpipe", "1f1b" or "interleaved".
-        stages: of the pipeline; pieces: of the model that each stage holds.
-        num_microbatches: of a step.
+        rounds: of the program.
+        role: of the block: "embed", "layer" or "head".
+        when: "forward", "recompute" or "backward".
+        planned: copies of the block on the stage that the plan counts.
 
-    >>> rounds = Rounds("1f1b", stages=4, pieces=1, num_microbatches=8)
-    >>> rounds.number, rounds.beyond("layer", "recompute", 6.0)
-    (14, {'idle rounds': 36.0})
+    Returns: reason -> copies times runs in a step.
+
+    >>> runs_beyond(Rounds("1f1b", stages=4, pieces=1, num_microbatches=8), "layer", "recompute", 6.0)
+    {'idle rounds': 18.0}
     """
+    count, twice = rounds.num_microbatches, rounds.schedule != "gpipe"
+    if role == "layer":
+        runs = (rounds.forward if when == "forward" else rounds.backward) / rounds.pieces
+        more = {"idle rounds": planned * (runs - count)}
+        if when == "forward" and twice:
+            more["forward again"] = planned * rounds.backward / rounds.pieces
+    else:  # the head runs once a microbatch; the last stage embeds one more for each that fills the stages
+        idle = 0 if role == "head" else rounds.stages - (not twice)
+        more = {"every stage": (1 - planned) * count, "idle rounds": float(idle)}
+    return {reason: runs for reason, runs in more.items() if runs}
 
-    schedule: str
-    stages: int
-    pieces: int
-    num_microbatches: int
 
-    @classmethod
-    def of(cls, layout: Layout) -> Rounds | None:
-        """Read them from a layout; None where there is one stage."""
-        if layout.stage == 1:
-            return None
-        return cls(layout.schedule, layout.stage, layout.virtual_stages, layout.num_microbatches)
+def _stored_beyond(role: str, planned: float) -> dict[str, float]:
+    """Copies of a block that a device stores, beyond those of the plan; arguments as in `runs_beyond`."""
+    return {} if role == "layer" or planned == 1 else {"every stage": 1 - planned}
 
-    @property
-    def number(self) -> int:
-        """Rounds of a step: a piece of every microbatch each, and those in which the pipeline fills and drains.
 
-        A round of 1F1B runs forward and backward, so that the last stage's backward pass is waited for, too.
-        """
-        drained = 2 if self.schedule == "1f1b" else 1
-        return self.num_microbatches * self.pieces + drained * (self.stages - 1)
+def _planned_sends(rounds: Rounds) -> int:
+    """Streams that the busiest stage receives from its neighbours in a step, both directions, by the plan."""
+    ends = 1 if rounds.stages == 2 else 0  # no stage stands between the ends: each has one neighbour's less
+    return (2 * rounds.pieces - ends) * rounds.num_microbatches
 
-    def beyond(self, role: str, when: str, planned: float) -> dict[str, float]:
-        """Runs of a block that the program has and the plan does not, by reason.
 
-        Args:
-            role: of the block: "embed", "layer" or "head".
-            when: "forward", "recompute" or "backward".
-            planned: copies of the block on the stage that the plan counts.
+def _held_beyond(rounds: Rounds, holdings: Iterable[Holding], stream: float) -> dict[str, float]:
+    """Bytes within the step that the program holds and the plan does not, by reason.
 
-        Returns: reason -> copies times runs in a step.
-        """
-        if role == "layer":
-            runs = self.number / self.pieces
-            more = {"idle rounds": planned * (runs - self.num_microbatches)}
-            if when == "forward" and self.schedule == "1f1b":
-                more["forward again"] = planned * runs
-        else:
-            every_round = role == "embed" or self.schedule == "1f1b"  # else the head follows once all rounds are over
-            idle = self.number - self.num_microbatches if every_round else 0
-            more = {"every stage": (1 - planned) * self.num_microbatches, "idle rounds": float(idle)}
-        return {reason: runs for reason, runs in more.items() if runs}
-
-    @staticmethod
-    def stored(role: str, planned: float) -> dict[str, float]:
-        """Copies of a block that a device stores, beyond those of the plan; arguments as in `beyond`."""
-        return {} if role == "layer" or planned == 1 else {"every stage": 1 - planned}
-
-    @property
-    def sends(self) -> int:
-        """Streams that the busiest stage receives from its neighbours in a step, both directions, by the plan."""
-        ends = 1 if self.stages == 2 else 0  # no stage stands between the ends: each has one neighbour's less
-        return (2 * self.pieces - ends) * self.num_microbatches
-
-    def held(self, holdings: Iterable[Holding], stream: float) -> dict[str, float]:
-        """Bytes within the step that the program holds and the plan does not, by reason.
-
-        Args:
-            holdings: of the plan's fullest stage, those of blocks that it lacks among them.
-            stream: bytes of one microbatch's stream between stages on one device.
-        """
-        own = list(holdings)
-        planned = sum(float(h.copies * h.num_bytes) for h in own if h.name == "activations" and h.block.role == "layer")
-        one = planned / _in_flight(own)
-        more: dict[str, float] = {
-            "every stage": _ends(own, ("gradients",)),
-            "one head": _at_work(own),
-        }
-        if self.schedule == "1f1b":  # inputs of the microbatches in flight, and all of the one at work
-            more["inputs held"] = one - planned + (2 * self.stages - 1) * stream
-        else:  # every round's, and what the last stage made, until the head has read it
-            more["rounds held"] = one * self.number / self.pieces - planned + self.number * stream
-        return {reason: float(amount) for reason, amount in more.items() if amount}
-
-    @staticmethod
-    def state(holdings: Iterable[Holding]) -> float:
-        """Bytes of weights and optimizer of embedding and head that the plan has on other stages."""
-        return _ends(holdings, _STATE)
+    Args:
+        rounds: of the program.
+        holdings: of the plan's fullest stage, those of blocks that it lacks among them.
+        stream: bytes of one microbatch's stream between stages on one device.
+    """
+    own = list(holdings)
+    planned = sum(float(h.copies * h.num_bytes) for h in own if h.name == "activations" and h.block.role == "layer")
+    one = planned / _in_flight(own)
+    more: dict[str, float] = {
+        "every stage": _ends(own, ("gradients",)),
+        "one head": _at_work(own),
+    }
+    if rounds.schedule == "gpipe":  # every round's, and what the last stage made, until the head has read it
+        more["rounds held"] = one * rounds.forward - planned + rounds.forward * stream
+    else:  # inputs of the microbatches in flight, and all of the piece at work
+        more["inputs held"] = one / rounds.pieces - planned + sum(rounds.kept) * stream
+    return {reason: float(amount) for reason, amount in more.items() if amount}
 
 
 def _in_flight(holdings: Iterable[Holding]) -> float:
@@ -251,8 +218,8 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
         stream = float(ledger.boundary_bytes)
         collectives += _between_stages(rounds, stream)
         collectives += _of_shared_weights(rounds, ledger.holdings)
-        more_memory["arguments"] = {"every stage": rounds.state(ledger.holdings)}
-        more_memory["temporaries"] = rounds.held(ledger.holdings, stream)
+        more_memory["arguments"] = {"every stage": _ends(ledger.holdings, _STATE)}
+        more_memory["temporaries"] = _held_beyond(rounds, ledger.holdings, stream)
     return Expected(
         collectives=tuple(collectives),
         flops=flops.planned,
@@ -285,8 +252,8 @@ def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None, slots: f
             once = sent.collective.when is Pass.STEP
             runs = {"": float(copies) * (1 if once else layout.num_microbatches)}
             if rounds is not None:
-                more = rounds.stored if once else partial(rounds.beyond, when=sent.collective.when.value)
-                runs |= more(block.role, planned=float(copies))
+                beyond = partial(runs_beyond, rounds, when=sent.collective.when.value)
+                runs |= (_stored_beyond if once else beyond)(block.role, planned=float(copies))
             found += [
                 replace(one, count=one.count * n, received=one.received * n, reason=reason)
                 for reason, n in runs.items()
@@ -318,9 +285,10 @@ def _between_stages(rounds: Rounds, stream: float) -> list[ExpectedCollective]:
     each = partial(
         ExpectedCollective, "layer", "step", Purpose.ACTIVATIONS.value, "permute", axes=("stage",), tensors=("x",)
     )
-    idle = 2 * rounds.number - rounds.sends
+    planned = _planned_sends(rounds)
+    idle = rounds.forward + rounds.backward - planned
     return [
-        each(count=rounds.sends, received=rounds.sends * stream),
+        each(count=planned, received=planned * stream),
         each(count=idle, received=idle * stream, reason="idle rounds"),
     ]
 
@@ -381,7 +349,7 @@ def _flops(workings: Breakdown, rounds: Rounds | None) -> _Flops:
         for o in block.operations:
             key = (block.name, home_of(o.name, names))
             runs = block.copies * block.num_microbatches
-            beyond = {} if rounds is None else rounds.beyond(roles[block.name], when=o.when, planned=block.copies)
+            beyond = {} if rounds is None else runs_beyond(rounds, roles[block.name], o.when, planned=block.copies)
             planned[key] += o.flops * runs
             if o.when == "forward":
                 forward[key] += o.flops * (runs + beyond.get("every stage", 0.0) + beyond.get("idle rounds", 0.0))

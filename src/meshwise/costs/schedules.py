@@ -1,13 +1,14 @@
 """Pipeline schedules: in which order stages work on microbatches, what that idles, holds and sends, and what it needs.
 
-The numbers are closed forms on floats or arrays of candidates. Not here: the order of work itself (`simulation`), or
-how layers are spread over stages (`pipeline`).
+The numbers are closed forms on floats or arrays of candidates. Not here: the order of work itself (`simulation`,
+`runtime.pipeline`), or how layers are spread over stages (`pipeline`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from meshwise.core.errors import UnknownNameError
 from meshwise.costs.arithmetic import Condition, Num, maximum, minimum, where
@@ -22,6 +23,7 @@ from meshwise.costs.makespans import (
     zb_h1,
     zb_v,
 )
+from meshwise.sharding.layout import Layout
 
 #: Sizes of a pipeline -> a number.
 Count = Callable[[PipelineShape], Num]
@@ -300,3 +302,60 @@ def find_schedule(name: str) -> Schedule:
     if name not in SCHEDULES:
         raise UnknownNameError("pipeline schedule", name, SCHEDULES)
     return SCHEDULES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The rounds of a pipeline that runs as one program, all stages in step (`runtime.pipeline`).
+
+    Args:
+        schedule: "gpipe", "1f1b" or "interleaved".
+        stages: of the pipeline; pieces: of the model that each stage holds.
+        num_microbatches: of a step.
+
+    >>> rounds = Rounds("interleaved", stages=4, pieces=2, num_microbatches=8)
+    >>> rounds.forward, rounds.backward, rounds.kept
+    (23, 19, (8, 4))
+    """
+
+    schedule: str
+    stages: int
+    pieces: int
+    num_microbatches: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> Rounds | None:
+        """Read them from a layout; None where there is one stage."""
+        if layout.stage == 1:
+            return None
+        return cls(layout.schedule, layout.stage, layout.virtual_stages, layout.num_microbatches)
+
+    @property
+    def turn(self) -> int:
+        """Rounds in which a group of microbatches, as many as there are stages, goes through all pieces of a stage."""
+        return self.stages * self.pieces
+
+    @property
+    def backward(self) -> int:
+        """Rounds in which stages run a piece backward: one for each of every microbatch, and until all stages have."""
+        return self.num_microbatches * self.pieces + self.stages - 1
+
+    @property
+    def forward(self) -> int:
+        """Rounds in which they run one forward; interleaved stages go on until the last pieces are all backward."""
+        return self.backward + self.turn - self.stages
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Microbatches whose inputs a stage keeps, of each piece, from the forward to the backward pass.
+
+        The first stage waits longest: work w is forward in round w, and backward 2 (pieces - piece) stages - 2 later. A
+        place is taken again by the microbatch that comes so many after.
+        """
+
+        def fits(places: int, wait: int) -> bool:
+            enters = [i // self.stages * self.turn + i % self.stages for i in range(self.stages + places)]
+            return all(enters[i + places] - enters[i] > wait for i in range(self.stages))
+
+        waits = [2 * (self.pieces - piece) * self.stages - 2 for piece in range(self.pieces)]
+        return tuple(next(n for n in count(1) if fits(n, wait)) for wait in waits)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshwise.costs.schedules import Rounds
 from meshwise.runtime.accumulated import losses_onto
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree
-from meshwise.runtime.pipeline import Pipeline
+from meshwise.runtime.pipeline import pipelined
 from meshwise.runtime.shardings import complete
+from meshwise.runtime.stages import Stages
 from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
 
@@ -72,9 +75,9 @@ class Accumulation:
 
     def _of_stages(self, stack: Stack) -> LossAndGradients:
         """The function of all microbatches of a pipeline."""
-        layout = self.layout
-        shape = (layout.stage, layout.virtual_stages, layout.schedule)
-        return Pipeline(stack, *shape, self.parameters, self.dtype, self.reductions).loss_and_gradients
+        rounds = Rounds.of(self.layout)
+        assert rounds is not None, "of a pipeline"
+        return partial(pipelined, Stages(stack, rounds, self.parameters, self.dtype, self.reductions))
 
     def _of_batch(self, stack: Stack) -> LossAndGradients:
         """The function of a step's only microbatch."""

@@ -39,9 +39,7 @@ class Stack:
         placement: of the layout.
         policy: what is kept for the backward pass, in layers that follow it.
         rounds: whether something around runs layers again and again with the same weights, and differentiates all of
-            it: what is gathered, or chosen, for a layer belongs to its own round then.
-        piece: number of the piece of the model that is run, where a layer's weights are those of several, stacked in
-            front; else None.
+            it: what is gathered for a layer belongs to its own round then.
     """
 
     program: Program
@@ -50,7 +48,6 @@ class Stack:
     placement: Placement
     policy: RematPolicy
     rounds: bool = False
-    piece: jax.Array | None = None
 
     def block(self, name: str) -> Block:
         """Find a block."""
@@ -113,8 +110,6 @@ class Stack:
         def layer(x: jax.Array, weights: Arrays) -> jax.Array:
             if self.rounds:
                 x, weights = _read_together((x, weights))
-            if self.piece is not None:
-                weights = _chosen(weights, self.piece)
             return self.run(block, {"x": x}, weights, jnp.arange(x.shape[1]), recomputed)["x_out"]
 
         return layer
@@ -153,11 +148,6 @@ class Stack:
         )
         with jax.named_scope(block.name):
             return run_block(block, inputs, weights, self.placement, around)
-
-
-def _chosen(weights: Arrays, piece: jax.Array) -> Arrays:
-    """One pipeline chunk's slice of the stacked weights."""
-    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, piece, keepdims=False), weights)
 
 
 #: Pass stream and weights on, the weights not before the stream: else JAX takes what is made of weights alone

@@ -1,31 +1,27 @@
 """Pipelines as one program: all stages work in step, and hand on what they made with one permutation a tick.
 
-GPipe and interleaved schedules are loops over ticks whose gradient JAX derives; 1F1B is a loop in which each stage
-runs one microbatch forward and another one backward, keeping only the inputs of those in flight. Every stage has
-embedding and head of its own and runs both; those of the first and of the last count. Not here: layers.
+GPipe is a loop over ticks whose gradient JAX derives. Under 1F1B, interleaved or not, stages fill forward, then run one
+microbatch forward and another one backward each tick, keeping only the inputs of those in flight, then drain backward.
+Not here: what a stage runs (`stages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshwise.core.errors import LayoutError
-from meshwise.runtime.circle import Circle
-from meshwise.runtime.layers import Stack
-from meshwise.runtime.params import Parameter, Tree
+from meshwise.runtime.params import Tree
+from meshwise.runtime.stages import Stages, added, of_stages
 from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
-
-#: Mesh axis of the stages.
-STAGE = "stage"
 
 Batch = Mapping[str, jax.Array]
 
@@ -61,256 +57,236 @@ def piece_order(order: Sequence[str], layout: Layout) -> tuple[str, ...]:
     return first
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """The stages of a model.
+def pipelined(stages: Stages, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    """Run all microbatches.
 
     Args:
-        stack: the model; its segments are those of one piece, whose weights are stacked over stages (and pieces of a
-            stage) in front.
-        stages: number of them.
-        pieces: of the model that each stage holds.
-        schedule: of `refusals.PIPELINES`.
-        parameters: by run and name.
-        accumulates: format in which gradients are added up.
-        reductions: format in which they are made and reduced.
+        stages: of the model.
+        weights: by run and name, as stored.
+        batch: "tokens" and "labels", [microbatches, sequences, positions].
+
+    Returns: the sum of the losses of all tokens, and its gradients.
+    """
+    spread = stages.spread(watch(weights, stages.reductions))
+    gpipe = stages.rounds.schedule == "gpipe"
+    run = _all_forward_all_backward if gpipe else _one_forward_one_backward
+    loss, gradients = run(stages, spread, batch)
+    return loss, stages.gathered_up(gradients)
+
+
+# All forward, then all backward --------------------------------------------------------------------------------------
+
+
+def _all_forward_all_backward(stages: Stages, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    """The stages' forward pass of all microbatches, the head of one after the other, the stages' backward pass."""
+    made, backward = jax.vjp(lambda w: _made(stages, w, batch["tokens"]), weights)
+    read = stages.read_by_head(weights)
+
+    def add(total: tuple[jax.Array, Tree], one: tuple[jax.Array, jax.Array]) -> Any:
+        loss, (d_read, d_x) = stages.head(read, *one)
+        return (total[0] + loss, stages.accumulators(added(total[1], sunk(d_read)))), d_x
+
+    start = (jnp.zeros((), jnp.float32), stages.zeros(read))
+    (loss, of_head), d_made = jax.lax.scan(add, start, (made, batch["labels"]))
+    (found,) = backward(d_made)
+    gradients = {key: {n: g.astype(stages.accumulates) for n, g in run.items()} for key, run in sunk(found).items()}
+    return loss, added(gradients, of_head)
+
+
+def _made(stages: Stages, stored: Tree, tokens: jax.Array) -> jax.Array:
+    """What each stage has made when a microbatch leaves the last one: [microbatches, stages, B, T, D]."""
+
+    def tick(x: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Else JAX gathers the table before the loop. Layers read theirs so, too, for themselves.
+        embed, t = jax.lax.optimization_barrier((stored["embed"], t))
+        x = _begun(stages.numbers == 0, stages.embedded({"embed": embed}, _of_batch(tokens, t)), x)
+        y = stages.run(stages.layers_of(stored), x)
+        return stages.shift(y, 1), y
+
+    _, made = jax.lax.scan(tick, stages.empty(tokens), jnp.arange(stages.rounds.forward))
+    return made[stages.count - 1 :]
+
+
+# One forward, one backward -------------------------------------------------------------------------------------------
+
+
+def _one_forward_one_backward(stages: Stages, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    """Fill the stages forward, run a piece forward and one backward each tick, and drain them backward.
+
+    Stage s runs work w forward in tick w + s: groups of as many microbatches as there are stages go through piece after
+    piece. In tick t it runs backward number t - (turn - 1) - (stages - 1 - s) in that order, but for pieces, which go
+    from the last to the first. So a microbatch leaves the last stage in the ticks in which what went backward through
+    all stages comes round to it, and it hands a new one on to the first stage.
+    """
+    ticks, count, turn = _Ticks(stages, weights, batch), stages.count, stages.rounds.turn
+    steady, drained = (
+        turn - 1 + batch["tokens"].shape[0] * stages.rounds.pieces,
+        stages.rounds.turn - 1 + stages.rounds.backward,
+    )
+    carry, _ = jax.lax.scan(ticks.fill, ticks.start(), jnp.arange(count - 1))
+    if turn == count:
+        carry, _ = jax.lax.scan(ticks.leave, carry, jnp.arange(turn - 1, steady))
+    else:
+        carry, _ = jax.lax.scan(partial(ticks.fill, enter=False), carry, jnp.arange(count - 1, turn - 1))
+
+        def group(carry: _Carry, begun: jax.Array) -> tuple[_Carry, None]:
+            carry, _ = jax.lax.scan(ticks.leave, carry, begun + jnp.arange(count))
+            return jax.lax.scan(ticks.pass_on, carry, begun + jnp.arange(count, turn))
+
+        carry, _ = jax.lax.scan(group, carry, jnp.arange(turn - 1, steady, turn))
+    carry, _ = jax.lax.scan(ticks.drain, carry, jnp.arange(steady, drained))
+    return ticks.end(carry, drained)
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick.
+
+    Args:
+        x: what each stage runs forward next: [stages, B, T, D].
+        d_x: the gradient that it runs backward next, likewise.
+        kept: inputs of the pieces in flight: [stages, places, B, T, D].
+        gradients: of all weights, added up.
+        loss: summed.
     """
 
-    stack: Stack
-    stages: int
-    pieces: int
-    schedule: str
-    parameters: Mapping[str, Mapping[str, Parameter]]
-    accumulates: Any
-    reductions: Any
+    x: jax.Array
+    d_x: jax.Array
+    kept: jax.Array
+    gradients: Tree
+    loss: jax.Array
 
-    def loss_and_gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-        """Run all microbatches.
 
-        Args:
-            weights: by run and name, as stored.
-            batch: "tokens" and "labels", [microbatches, sequences, positions].
+@dataclass(frozen=True)
+class _Ticks:
+    """The ticks of `_one_forward_one_backward`, as bodies of loops.
 
-        Returns: the sum of the losses of all tokens, and its gradients.
-        """
-        spread = self._spread(watch(weights, self.reductions))
-        run = self._one_forward_one_backward if self.schedule == "1f1b" else self._all_forward_all_backward
-        loss, gradients = run(spread, batch)
-        return loss, self._gathered_up(gradients)
+    Args:
+        stages: of the model.
+        weights, batch: as of `pipelined`; what stages share is copied to each.
+    """
 
-    # All forward, then all backward ----------------------------------------------------------------------------------
+    stages: Stages
+    weights: Tree
+    batch: Batch
 
-    def _all_forward_all_backward(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-        """The stages' forward pass of all microbatches, the head of one after the other, the stages' backward pass."""
-        made, backward = jax.vjp(lambda w: self._made(w, batch["tokens"]), weights)
-        read = self._read_by_head(weights)
+    def start(self) -> _Carry:
+        """Nothing but the first microbatch, on the first stage."""
+        stages, tokens = self.stages, self.batch["tokens"]
+        x = jnp.where(of_stages(stages.numbers == 0), stages.embedded(self.weights, tokens[0]), stages.empty(tokens))
+        kept = stages.empty(tokens, sum(stages.rounds.kept))
+        return _Carry(x, stages.empty(tokens), kept, stages.zeros(self.weights), jnp.zeros((), jnp.float32))
 
-        def add(total: tuple[jax.Array, Tree], one: tuple[jax.Array, jax.Array]) -> Any:
-            loss, (d_read, d_x) = self._head(read, *one)
-            return (total[0] + loss, self._accumulators(_added(total[1], sunk(d_read)))), d_x
+    def fill(self, carry: _Carry, t: jax.Array, *, enter: bool = True) -> tuple[_Carry, None]:
+        """Forward only."""
+        y, kept = self._forward(carry, t)
+        return carry._replace(x=self.stages.shift(self._entered(y, t) if enter else y, 1), kept=kept), None
 
-        start = (jnp.zeros((), jnp.float32), self._zeros(read))
-        (loss, of_head), d_made = jax.lax.scan(add, start, (made, batch["labels"]))
-        (found,) = backward(d_made)
-        gradients = {key: {n: g.astype(self.accumulates) for n, g in run.items()} for key, run in sunk(found).items()}
-        return loss, _added(gradients, of_head)
+    def leave(self, carry: _Carry, t: jax.Array) -> tuple[_Carry, None]:
+        """Both ways, while a microbatch leaves the last stage: the head reads it."""
+        y, kept = self._forward(carry, t)
+        labels = _of_batch(self.batch["labels"], self._leaving(t))
+        loss, (d_read, d_y) = self.stages.head(self.stages.read_by_head(self.weights), y, labels)
+        gradients = added(self._embedding(carry, t), sunk(d_read))
+        carry = _Carry(self._entered(y, t), jnp.where(self._last, d_y, carry.d_x), kept, gradients, carry.loss + loss)
+        return self._backward(carry, t)._replace(x=self.stages.shift(carry.x, 1)), None
 
-    def _made(self, stored: Tree, tokens: jax.Array) -> jax.Array:
-        """What each stage has made when a microbatch leaves the last one: [microbatches, stages, B, T, D].
+    def pass_on(self, carry: _Carry, t: jax.Array) -> tuple[_Carry, None]:
+        """Both ways, while the last stage hands on to the first."""
+        y, kept = self._forward(carry, t)
+        return self._backward(carry._replace(kept=kept), t)._replace(x=self.stages.shift(y, 1)), None
 
-        Every microbatch goes through all pieces: groups of as many as there are stages.
-        """
-        rounds = self.pieces * self.stages
-        works = tokens.shape[0] * self.pieces
+    def drain(self, carry: _Carry, t: jax.Array) -> tuple[_Carry, None]:
+        """Backward only."""
+        return self._backward(carry._replace(gradients=self._embedding(carry, t)), t), None
 
-        def tick(x: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # Else JAX gathers the table before the loop. Layers read theirs so, too, for themselves.
-            embed, t = jax.lax.optimization_barrier((stored["embed"], t))
-            work = jnp.clip(t - self._numbers, 0, works - 1)
-            piece = (work % rounds) // self.stages
-            entering = (work[0] // rounds) * self.stages + work[0] % self.stages if self.pieces > 1 else work[0]
-            fresh = self._embedded({"embed": embed}, tokens[entering])
-            x = _entered((self._numbers == 0) & (piece == 0), fresh, x)
-            y = self._stages(self._stacked(stored), x, piece)
-            return self._shift(y, 1), y
+    def end(self, carry: _Carry, t: int) -> tuple[jax.Array, Tree]:
+        """The sum of the losses, and all gradients, after the last tick."""
+        return carry.loss, self._embedding(carry, jnp.asarray(t))
 
-        start = self._constrain(jnp.zeros((self.stages, *self._stream_shape(tokens)), self.stack.around.activations))
-        _, made = jax.lax.scan(tick, start, jnp.arange(works + self.stages - 1))
-        last = [w + self.stages - 1 for w in range(works) if (w % rounds) // self.stages == self.pieces - 1]
-        return made[self.stages - 1 :] if self.pieces == 1 else made[np.array(last)]
+    def _forward(self, carry: _Carry, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What stages make of their inputs, and the inputs that are kept."""
+        work = t - self.stages.numbers
+        kept = self.stages.put(carry.kept, carry.x, self._place(work), self.stages.spec(1))
+        return self.stages.run(self._of_piece(self._piece(work)), carry.x), kept
 
-    # One forward, one backward ---------------------------------------------------------------------------------------
+    def _backward(self, carry: _Carry, t: jax.Array) -> _Carry:
+        """Stages run once more what they kept the input of, and hand back its gradient."""
+        stages, rounds = self.stages, self.stages.rounds
+        turned = t - (rounds.turn - 1) - (stages.count - 1 - stages.numbers)
+        work = turned + (rounds.pieces - 1 - 2 * self._piece(turned)) * stages.count
+        there = (turned >= 0) & (turned < self.batch["tokens"].shape[0] * rounds.pieces)
+        before, piece = stages.pick(carry.kept, self._place(work), stages.spec(1)), self._piece(work)
+        _, backward = jax.vjp(stages.run, self._of_piece(piece), before)
+        d_ours, d_x = backward(jnp.where(of_stages(there), carry.d_x, 0))
+        gradients = self._onto_piece(carry.gradients, sunk(d_ours), piece)
+        return carry._replace(d_x=stages.shift(d_x, -1), gradients=stages.accumulators(gradients))
 
-    def _one_forward_one_backward(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-        """Each tick every stage runs one microbatch forward and one backward, from the input that it kept.
+    def _entered(self, y: jax.Array, t: jax.Array) -> jax.Array:
+        """In place of what leaves the last stage, the microbatch that the first one begins with next."""
+        entering = _of_batch(self.batch["tokens"], self._leaving(t) + self.stages.count)
+        return jnp.where(self._last, self.stages.embedded(self.weights, entering), y)
 
-        Stage s runs microbatch i forward in tick i + s, and backward in tick i + 2 (stages - 1) - s.
-        """
-        count, stages, numbers = batch["tokens"].shape[0], self.stages, self._numbers
-        ours, read, depth, lag = self._stacked(weights), self._read_by_head(weights), 2 * stages - 1, 2 * (stages - 1)
-        pick = jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False), spmd_axis_name=STAGE)
+    def _embedding(self, carry: _Carry, t: jax.Array) -> Tree:
+        """Add the embedding's gradients of what has come back through all stages, round to the last."""
+        number = self._leaving(t) - self.stages.count
+        there = (number >= 0) & (number < self.batch["tokens"].shape[0])
+        tokens = _of_batch(self.batch["tokens"], number)
+        _, embedded = jax.vjp(lambda w: self.stages.embedded(w, tokens), {"embed": self.weights["embed"]})
+        (found,) = embedded(jnp.where(self._last & there, carry.d_x, 0))
+        return added(carry.gradients, sunk(found))
 
-        def run(weights: Tree, x: jax.Array) -> jax.Array:
-            return self._stages(weights, x, jnp.zeros(stages, int))
-
-        def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
-            x, d_y, kept, gradients, total = carry
-            entering, leaving, back = t, t - (stages - 1), t - lag + numbers
-            fresh = self._embedded(weights, _of_batch(batch["tokens"], entering))
-            x = jnp.where(_of_stages(numbers == 0), fresh, x)
-            kept = self._constrain(kept.at[:, t % depth].set(x), lead=1)
-            y = run(ours, x)
-            there = ((leaving >= 0) & (leaving < count)).astype(jnp.float32)
-            loss, (d_read, d_last) = self._head(read, y, _of_batch(batch["labels"], leaving), there)
-            d_y = jnp.where(_of_stages(numbers == stages - 1), d_last, d_y)
-            d_y = jnp.where(_of_stages((back >= 0) & (back < count)), d_y, 0)
-            before = self._constrain(pick(kept, (t - lag + 2 * numbers) % depth))
-            _, backward = jax.vjp(run, ours, before)
-            d_ours, d_x = backward(d_y)
-            _, embedded = jax.vjp(lambda w: self._embedded(w, _of_batch(batch["tokens"], t - lag)), weights)
-            (d_embed,) = embedded(jnp.where(_of_stages(numbers == 0), d_x, 0))
-            for found in (d_read, {"embed": d_embed["embed"]}, d_ours):
-                gradients = _added(gradients, sunk(found))
-            sent = self._shift(y, 1), self._shift(d_x, -1)
-            return (*sent, kept, self._accumulators(gradients), total + loss), None
-
-        shape = self._stream_shape(batch["tokens"])
-        stream = self._constrain(jnp.zeros((stages, *shape), self.stack.around.activations))
-        kept = self._constrain(jnp.zeros((stages, depth, *shape), self.stack.around.activations), lead=1)
-        start = (stream, stream, kept, self._zeros(weights), jnp.zeros((), jnp.float32))
-        (_, _, _, gradients, total), _ = jax.lax.scan(tick, start, jnp.arange(count + lag))
-        return total, gradients
-
-    # What both are made of -------------------------------------------------------------------------------------------
+    # Whose turn it is ------------------------------------------------------------------------------------------------
 
     @property
-    def _numbers(self) -> jax.Array:
-        return jnp.arange(self.stages)
+    def _last(self) -> jax.Array:
+        return of_stages(self.stages.numbers == self.stages.count - 1)
 
-    def _lead(self, key: str) -> tuple[str, ...]:
-        """Mesh axes of the dimensions in front of a run's own: what stages share is held by each of them."""
-        return () if any(p.staged for p in self.parameters[key].values()) else (STAGE,)
+    def _piece(self, work: jax.Array) -> jax.Array:
+        return work % self.stages.rounds.turn // self.stages.count
 
-    def _of_shared(self, tree: Tree, change: Callable[[Parameter, Any], Any]) -> Tree:
-        """Change what belongs to embedding and head, which stages share."""
+    def _microbatch(self, work: jax.Array) -> jax.Array:
+        return work // self.stages.rounds.turn * self.stages.count + work % self.stages.count
 
-        def of_run(key: str, run: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: change(self.parameters[key][name], x) for name, x in run.items()}
+    def _leaving(self, t: jax.Array) -> jax.Array:
+        """The microbatch that leaves the last stage."""
+        return self._microbatch(t - (self.stages.count - 1))
 
-        return {key: of_run(key, run) if self._lead(key) else run for key, run in tree.items()}
+    def _place(self, work: jax.Array) -> jax.Array:
+        """Where the input of a work is kept."""
+        sizes = self.stages.rounds.kept
+        starts = np.cumsum([0, *sizes[:-1]])
+        return jnp.asarray(starts)[self._piece(work)] + self._microbatch(work) % jnp.asarray(sizes)[self._piece(work)]
 
-    def _spread(self, weights: Tree) -> Tree:
-        """Copy embedding and head to each stage: a leading dimension, over which gradients are added up."""
+    # Of each stage its own of several --------------------------------------------------------------------------------
 
-        def one(parameter: Parameter, w: Any) -> Any:
-            def copied(part: jax.Array) -> jax.Array:
-                copies = jnp.broadcast_to(part, (self.stages, *part.shape))
-                return parameter.hold(copies, self.stack.placement, "weights", (STAGE,))
+    def _of_piece(self, piece: jax.Array) -> Tree:
+        """Weights of each stage's layers in one of its pieces."""
+        ours = self.stages.layers_of(self.weights)
+        if self.stages.rounds.pieces == 1:
+            return ours
 
-            return jax.tree.map(copied, w)
+        def one(key: str, name: str, w: Any) -> Any:
+            spec = self._stored(key, name, "weights")
+            return jax.tree.map(lambda a: self.stages.pick(a, piece, spec), w)
 
-        return self._of_shared(weights, one)
+        return {key: {name: one(key, name, w) for name, w in run.items()} for key, run in ours.items()}
 
-    def _gathered_up(self, gradients: Tree) -> Tree:
-        """Add up what stages have found for what they share."""
-        return self._of_shared(gradients, lambda p, g: p.hold(_added_up(g), self.stack.placement, "gradients"))
+    def _onto_piece(self, gradients: Tree, found: Tree, piece: jax.Array) -> Tree:
+        """Add what was found for each stage's piece."""
+        if self.stages.rounds.pieces == 1:
+            return added(gradients, found)
 
-    def _accumulators(self, gradients: Tree) -> Tree:
-        """Keep gradients where they are accumulated, each stage its own."""
+        def one(key: str, name: str, total: jax.Array) -> jax.Array:
+            spec = self._stored(key, name, "gradients")
+            more = self.stages.pick(total, piece, spec) + found[key][name].astype(total.dtype)
+            return self.stages.put(total, more, piece, spec)
 
-        def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
-            return self.parameters[key][name].hold(gradient, self.stack.placement, "gradients", self._lead(key))
+        return gradients | {
+            key: {name: one(key, name, gradients[key][name]) for name in run} for key, run in found.items()
+        }
 
-        return {key: {n: one(key, n, g) for n, g in run.items()} for key, run in gradients.items()}
-
-    def _zeros(self, like: Tree) -> Tree:
-        """Accumulators of these weights."""
-
-        def zeros(key: str, name: str) -> jax.Array:
-            lead = (self.stages,) if self._lead(key) else ()
-            return jnp.zeros((*lead, *self.parameters[key][name].shape), self.accumulates)
-
-        return self._accumulators({key: {name: zeros(key, name) for name in run} for key, run in like.items()})
-
-    def _stacked(self, weights: Tree) -> Tree:
-        """Weights of layers, which stages hold for themselves."""
-        return {run.key: weights[run.key] for segment in self.stack.segments for run in segment.runs}
-
-    def _read_by_head(self, weights: Tree) -> Tree:
-        """Weights of the head; tied ones belong to the embedding."""
-        tied = self.stack.block("head").tied
-        return {"head": weights.get("head", {}), "embed": {name: weights["embed"][name] for name in tied}}
-
-    def _embedded(self, weights: Tree, tokens: jax.Array) -> jax.Array:
-        """Each stage's stream of these tokens: [B, T] -> [stages, B, T, D]."""
-
-        def one(own: Any) -> jax.Array:
-            return self.stack.embed({"embed": own}, tokens)
-
-        return self._constrain(jax.vmap(one, spmd_axis_name=STAGE)(weights["embed"]))
-
-    def _head(
-        self, weights: Tree, y: jax.Array, labels: jax.Array, scale: jax.Array | float = 1.0
-    ) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
-        """Loss of what leaves the last stage, and its gradients for the weights of each stage and for y.
-
-        Args:
-            weights: of `_read_by_head`, each stage's own.
-            y: [stages, B, T, D]; labels: [B, T].
-            scale: of the loss.
-        """
-        last = (self._numbers == self.stages - 1) * jnp.asarray(scale, jnp.float32)
-
-        def one(weights: Tree, y: jax.Array, share: jax.Array) -> jax.Array:
-            return jnp.sum(self.stack.head(weights, y, labels)["loss"]) * share
-
-        each = jax.vmap(jax.value_and_grad(one, argnums=(0, 1)), spmd_axis_name=STAGE)
-        losses, (d_weights, d_y) = each(weights, y, last)
-        return jnp.sum(losses), (d_weights, self._constrain(d_y))
-
-    def _stages(self, weights: Tree, x: jax.Array, piece: jax.Array) -> jax.Array:
-        """Run every stage on its own input: [stages, B, T, D]."""
-        runs = [(run.key, len(segment.stack(run))) for segment in self.stack.segments for run in segment.runs]
-
-        def one(weights: Tree, x: jax.Array, piece: jax.Array) -> jax.Array:
-            stack = self.stack
-            if self.pieces > 1:  # each layer chooses its own: chosen here, they would be kept of every round
-                stack = replace(stack, piece=piece)
-                weights = {key: jax.tree.map(lambda w, n=n: jnp.moveaxis(w, 0, n), weights[key]) for key, n in runs}
-            for segment in stack.segments:
-                x = stack.segment(segment, weights, x)
-            return x
-
-        return self._constrain(jax.vmap(one, spmd_axis_name=STAGE)(weights, x, piece))
-
-    def _stream_shape(self, tokens: jax.Array) -> tuple[int, ...]:
-        return (*tokens.shape[1:], int(self.stack.program.sizes["D"]))
-
-    def _spec(self, lead: int = 0) -> PartitionSpec:
-        home = self.stack.placement.spec(self.stack.placement.strategy.home(("B", "T", "D")))
-        return PartitionSpec(STAGE, *[None] * lead, *home)
-
-    def _constrain(self, x: jax.Array, lead: int = 0) -> jax.Array:
-        """Keep [stages, ..., B, T, D] where the stages are."""
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.stack.placement.mesh, self._spec(lead)))
-
-    def _shift(self, x: jax.Array, by: int) -> jax.Array:
-        """Hand each stage's array on to the next stage, or back to the one before; the ends are joined."""
-        send = Circle(STAGE, self.stages).pass_on
-        return self.stack.placement.local(lambda x: send(x, by), self._spec(), self._spec())(x)
-
-
-def _added_up(x: jax.Array) -> jax.Array:
-    """Sum over the first dimension in the array's own format; `jnp.sum` would add, and send, bf16 in fp32."""
-    return jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (0,))
-
-
-def _added(total: Tree, more: Tree) -> Tree:
-    """Add gradients of all or of some parameters, in the format of the total."""
-    return {
-        key: {n: g + more[key][n].astype(g.dtype) if n in more.get(key, {}) else g for n, g in run.items()}
-        for key, run in total.items()
-    }
+    def _stored(self, key: str, name: str, part: str) -> PartitionSpec:
+        return self.stages.parameters[key][name].named(self.stages.stack.placement, part).spec
 
 
 def _of_batch(batch: jax.Array, number: jax.Array) -> jax.Array:
@@ -319,11 +295,6 @@ def _of_batch(batch: jax.Array, number: jax.Array) -> jax.Array:
 
 
 @jax.checkpoint
-def _entered(chosen: jax.Array, fresh: jax.Array, x: jax.Array) -> jax.Array:
+def _begun(chosen: jax.Array, fresh: jax.Array, x: jax.Array) -> jax.Array:
     """What stages begin with: those chosen with `fresh`. What is kept of it is a switch a stage, not one a number."""
-    return jnp.where(_of_stages(chosen), fresh, x)
-
-
-def _of_stages(chosen: jax.Array) -> jax.Array:
-    """One switch for each stage, with the dimensions of a stream behind it."""
-    return chosen[:, None, None, None]
+    return jnp.where(of_stages(chosen), fresh, x)

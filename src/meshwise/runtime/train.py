@@ -253,7 +253,7 @@ def train_step(
         collective_matmul=layout.collective_matmul,
         expert_dispatch=layout.expert_dispatch,
     )
-    in_rounds = layout.stage > 1 and layout.schedule != "1f1b"
+    in_rounds = layout.stage > 1 and layout.schedule == "gpipe"
     stack = Stack(program, around, segments, placement, remat_policy(layout.remat), rounds=in_rounds)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
