@@ -83,12 +83,6 @@ RULES: tuple[Rule[Choices], ...] = (
         "schedule={c.order}", f"it runs {', '.join(PIPELINES)}", "schedule=1f1b",
     ),
     Rule(
-        lambda c: (c.order == "interleaved") & (c.layout.stage > 1) & (c.layout.num_microbatches > c.layout.stage),
-        "num_microbatches={c.layout.num_microbatches} of interleaved stages",
-        lambda c: f"it keeps the activations of all, where the plan has those of {c.layout.stage} at once",
-        lambda c: f"schedule=1f1b, or num_microbatches={c.layout.stage}",
-    ),
-    Rule(
         lambda c: (c.layout.stage > 1) & _unlike(c),
         "{c.layout.stage} stages of {c.layout.virtual_stages} pieces", "its stages run in step, and hold equal pieces",
         lambda c: f"{', '.join(map(str, _equal_pieces(c.model.spec.order)))} pieces in all",

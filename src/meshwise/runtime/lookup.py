@@ -49,12 +49,19 @@ def look_up(
     alike = placement.ways(others(home, placement))
     index_spec, table_spec, home_spec, back_spec = map(placement.spec, (found, held, home, back))
 
+    def rows(index: jax.Array, height: int) -> tuple[jax.Array, jax.Array]:
+        """Which of one device's rows are picked, and whether it holds them."""
+        own = index - part_index(split, placement) * height
+        here = (own >= 0) & (own < height)
+        return jnp.where(here, own, 0), here[..., None]
+
+    def added_up(picked: jax.Array, here: jax.Array) -> jax.Array:
+        return complete(jnp.where(here, picked, 0), made, home, split, placement)
+
     def pick(index: jax.Array, table: jax.Array) -> jax.Array:
         """Pick rows from one device's part of the table, zeros for those of others, and add up."""
-        own = index - part_index(split, placement) * table.shape[0]
-        here = (own >= 0) & (own < table.shape[0])
-        picked = jnp.take(table, jnp.where(here, own, 0), axis=0)
-        return complete(jnp.where(here[..., None], picked, 0), made, home, split, placement)
+        own, here = rows(index, table.shape[0])
+        return added_up(jnp.take(table, own, axis=0), here)
 
     def forward(index: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
         return placement.local(pick, (index_spec, table_spec), home_spec)(index, table), index
@@ -64,9 +71,12 @@ def look_up(
         own = tuple(n // placement.ways(split) for n, split in zip(shape, held.splits, strict=True))
 
         def local(index: jax.Array, gradient: jax.Array) -> jax.Array:
-            _, transposed = jax.vjp(lambda table: pick(index, table), jnp.zeros(own, gradient.dtype))
-            (part,) = transposed(gradient / alike)
-            return complete(part, held, back, over, placement)
+            place, here = rows(index, own[0])
+            like = jax.ShapeDtypeStruct((*index.shape, own[1]), gradient.dtype)
+            (d_rows,) = jax.linear_transpose(lambda picked: added_up(picked, here), like)(gradient / alike)
+            # Else zeros for the whole table are made, and held, long before they are added to.
+            zero, d_rows = jax.lax.optimization_barrier((jnp.zeros((), d_rows.dtype), d_rows))
+            return complete(jnp.broadcast_to(zero, own).at[place].add(d_rows), held, back, over, placement)
 
         return None, placement.local(local, (index_spec, home_spec), back_spec)(index, gradient.astype(dtype))
 

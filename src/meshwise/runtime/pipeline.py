@@ -186,9 +186,9 @@ class _Ticks:
         y, kept = self._forward(carry, t)
         labels = _of_batch(self.batch["labels"], self._leaving(t))
         loss, (d_read, d_y) = self.stages.head(self.stages.read_by_head(self.weights), y, labels)
-        gradients = added(self._embedding(carry, t), sunk(d_read))
-        carry = _Carry(self._entered(y, t), jnp.where(self._last, d_y, carry.d_x), kept, gradients, carry.loss + loss)
-        return self._backward(carry, t)._replace(x=self.stages.shift(carry.x, 1)), None
+        gradients, d_y = added(carry.gradients, sunk(d_read)), jnp.where(self._last, d_y, carry.d_x)
+        after = self._backward(_Carry(self._entered(y, t), d_y, kept, gradients, carry.loss + loss), t)
+        return self._embedding(after, carry.d_x, t)._replace(x=self.stages.shift(after.x, 1)), None
 
     def pass_on(self, carry: _Carry, t: jax.Array) -> tuple[_Carry, None]:
         """Both ways, while the last stage hands on to the first."""
@@ -197,11 +197,11 @@ class _Ticks:
 
     def drain(self, carry: _Carry, t: jax.Array) -> tuple[_Carry, None]:
         """Backward only."""
-        return self._backward(carry._replace(gradients=self._embedding(carry, t)), t), None
+        return self._embedding(self._backward(carry, t), carry.d_x, t), None
 
     def end(self, carry: _Carry, t: int) -> tuple[jax.Array, Tree]:
         """The sum of the losses, and all gradients, after the last tick."""
-        return carry.loss, self._embedding(carry, jnp.asarray(t))
+        return carry.loss, self._embedding(carry, carry.d_x, jnp.asarray(t)).gradients
 
     def _forward(self, carry: _Carry, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What stages make of their inputs, and the inputs that are kept."""
@@ -226,14 +226,16 @@ class _Ticks:
         entering = _of_batch(self.batch["tokens"], self._leaving(t) + self.stages.count)
         return jnp.where(self._last, self.stages.embedded(self.weights, entering), y)
 
-    def _embedding(self, carry: _Carry, t: jax.Array) -> Tree:
-        """Add the embedding's gradients of what has come back through all stages, round to the last."""
+    def _embedding(self, carry: _Carry, d_x: jax.Array, t: jax.Array) -> _Carry:
+        """Add the embedding's gradients of what had come back through all stages, round to the last, when t began."""
         number = self._leaving(t) - self.stages.count
         there = (number >= 0) & (number < self.batch["tokens"].shape[0])
         tokens = _of_batch(self.batch["tokens"], number)
+        # Not before the layers are done: a whole table's gradient would be held beside theirs.
+        d_x, carry = jax.lax.optimization_barrier((d_x, carry))
         _, embedded = jax.vjp(lambda w: self.stages.embedded(w, tokens), {"embed": self.weights["embed"]})
-        (found,) = embedded(jnp.where(self._last & there, carry.d_x, 0))
-        return added(carry.gradients, sunk(found))
+        (found,) = embedded(jnp.where(self._last & there, d_x, 0))
+        return carry._replace(gradients=added(carry.gradients, sunk(found)))
 
     # Whose turn it is ------------------------------------------------------------------------------------------------
 
