@@ -56,6 +56,7 @@ ROWS = [
     Row("llama-3-8b", "h100:64", "512Ki", "data=8,fsdp=8,zero=2,micro_batch=1"),
     Row("llama-3-8b", "h100:64", "512Ki", "data=8,fsdp=8,zero=1,micro_batch=1"),
     Row("llama-3-8b", "h100:64", "512Ki", "stage=4,fsdp=16,num_microbatches=8,schedule=1f1b"),
+    Row("llama-3-8b", "h100:64", "512Ki", "stage=4,fsdp=16,num_microbatches=8,schedule=interleaved,virtual_stages=2"),
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=64"),
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=16,tensor=4"),
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=32,context=2,context_method=ring"),

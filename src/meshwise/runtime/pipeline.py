@@ -179,7 +179,8 @@ class _Ticks:
     def fill(self, carry: _Carry, t: jax.Array, *, enter: bool = True) -> tuple[_Carry, None]:
         """Forward only."""
         y, kept = self._forward(carry, t)
-        return carry._replace(x=self.stages.shift(self._entered(y, t) if enter else y, 1), kept=kept), None
+        y = self._entered(self.weights["embed"], y, t) if enter else y
+        return carry._replace(x=self.stages.shift(y, 1), kept=kept), None
 
     def leave(self, carry: _Carry, t: jax.Array) -> tuple[_Carry, None]:
         """Both ways, while a microbatch leaves the last stage: the head reads it."""
@@ -187,7 +188,8 @@ class _Ticks:
         labels = _of_batch(self.batch["labels"], self._leaving(t))
         loss, (d_read, d_y) = self.stages.head(self.stages.read_by_head(self.weights), y, labels)
         gradients, d_y = added(carry.gradients, sunk(d_read)), jnp.where(self._last, d_y, carry.d_x)
-        after = self._backward(_Carry(self._entered(y, t), d_y, kept, gradients, carry.loss + loss), t)
+        embed, d_y = jax.lax.optimization_barrier((self.weights["embed"], d_y))  # else both tables are gathered at once
+        after = self._backward(_Carry(self._entered(embed, y, t), d_y, kept, gradients, carry.loss + loss), t)
         return self._embedding(after, carry.d_x, t)._replace(x=self.stages.shift(after.x, 1)), None
 
     def pass_on(self, carry: _Carry, t: jax.Array) -> tuple[_Carry, None]:
@@ -221,10 +223,10 @@ class _Ticks:
         gradients = self._onto_piece(carry.gradients, sunk(d_ours), piece)
         return carry._replace(d_x=stages.shift(d_x, -1), gradients=stages.accumulators(gradients))
 
-    def _entered(self, y: jax.Array, t: jax.Array) -> jax.Array:
+    def _entered(self, embed: Any, y: jax.Array, t: jax.Array) -> jax.Array:
         """In place of what leaves the last stage, the microbatch that the first one begins with next."""
         entering = _of_batch(self.batch["tokens"], self._leaving(t) + self.stages.count)
-        return jnp.where(self._last, self.stages.embedded(self.weights, entering), y)
+        return jnp.where(self._last, self.stages.embedded({"embed": embed}, entering), y)
 
     def _embedding(self, carry: _Carry, d_x: jax.Array, t: jax.Array) -> _Carry:
         """Add the embedding's gradients of what had come back through all stages, round to the last, when t began."""
