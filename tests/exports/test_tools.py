@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
