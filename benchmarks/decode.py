@@ -25,10 +25,10 @@ import numpy as np
 from ctranslate2.specs import TransformerDecoderModelSpec, common_spec
 
 from meshwise.engine.engine import Engine
-from meshwise.engine.launch import BLOCK_TOKENS, Limits, compile_cache, launch
+from meshwise.engine.launch import BLOCK_TOKENS, Asked, Limits, compile_cache, launch
 from meshwise.engine.requests import Collected, EngineRequest
 from meshwise.models import Model, load_model
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 
 PROMPT, OUTPUT = 16, 48
 
@@ -119,7 +119,7 @@ def main() -> None:
     model, batches = load_model(given.model), [int(word) for word in given.batch.split(",")]
     compile_cache(None)
     limits = Limits(max_batch=max(batches), max_len=128, max_step_tokens=PROMPT * max(batches), prefix_cache=False)
-    made = launch(model, Layout(), limits, weights=None, seed=0, dtype=None, cpu_devices=None,
+    made = launch(model, Asked(ServingLayout(), 1, limits), weights=None, seed=0, dtype=None, cpu_devices=None,
                   progress=lambda _: None, say=lambda _: None)  # fmt: skip
     engine = Engine(made.scheduling, made.blocks, made.executor, block_tokens=BLOCK_TOKENS)
     with tempfile.TemporaryDirectory() as folder:

@@ -68,6 +68,40 @@ def test_tokens_are_those_of_decoding_alone(policy, layout, model):
 
 
 @pytest.mark.jax
+@pytest.mark.parametrize("heads", [False, True])
+def test_caches_change_devices_and_no_token(heads):
+    """Prefilled on one mesh, decoded on another, where some give way and are prefilled again; nothing is compiled."""
+    first, then = Scheduling("prefill-first", 2, 24, prefix_cache=True), Scheduling("prefill-first", 4, 24)
+    layouts = [ServingLayout(tensor=2), ServingLayout()] if heads else [ServingLayout(), ServingLayout(tensor=2)]
+    devices, executors = jax.devices(), []
+    for layout, scheduling, pages in zip(layouts, (first, then), (24, 16), strict=True):
+        own, devices = devices[: layout.num_chips], devices[layout.num_chips :]
+        model = paged_model(MODEL, layout, own, pages=pages, page_tokens=4, dtype=DType.FP32)
+        model = LayeredModel.of(model) if layout.num_chips == 1 else model
+        executors.append(JaxExecutor(model, model.initial_weights(3), scheduling, LONGEST, sends=True))
+    executors[1].prepare(executors[:1])
+    decode = Engine(then, 16, executors[1], block_tokens=4)
+    prefill = Engine(first, 24, executors[0], block_tokens=4, hand_over=decode.submit)
+    draw = np.random.default_rng(0)
+    asked = [(prompt, int(draw.integers(1, 24))) for prompt in prompts(10, draw)]
+    requests = [EngineRequest(p, n, Collected(), block_tokens=4) for p, n in asked]
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax._src.compiler.backend_compile_and_load", None)  # whatever compiles now, fails
+        for request in requests:
+            prefill.submit(request)
+        while any([prefill.step(), decode.step()]) or prefill.cache.used:
+            pass
+    assert prefill.scheduler.hit_tokens
+    assert decode.scheduler.preemptions
+    for engine in (prefill, decode):
+        engine.cache.check()
+        assert engine.outstanding == 0 == engine.cache.used
+    weights = paged_model(MODEL, ServingLayout(), jax.devices()[:1], pages=1, dtype=DType.FP32).initial_weights(3)
+    for request, (prompt, count) in zip(requests, asked, strict=True):
+        assert request.sink.ids == alone(weights, prompt, count), request.index
+
+
+@pytest.mark.jax
 def test_nothing_is_compiled_over_a_thousand_mixed_requests():
     """Greedy, sampled, penalised, with logprobs, cancelled; prompts of all lengths: layer by layer, as on a CPU."""
     scheduling = Scheduling("chunked", 8, 32, prefix_cache=True)

@@ -10,7 +10,7 @@ from meshwise.commands.serve import ServeRequest, _asked
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.machine import FEW_ROWS, machine_document
-from meshwise.engine.launch import Launched
+from meshwise.engine.launch import Launched, Pool
 from meshwise.exports.serving import check_served_by
 from meshwise.runtime.steps import Bucket
 from meshwise.scheduling import Scheduling
@@ -50,6 +50,24 @@ def test_a_plan_for_our_own_engine_is_one_that_it_takes(tmp_path):
 def test_what_it_cannot_run_is_refused_by_name(layout, more, words):
     with pytest.raises(MeshwiseError, match=words):
         meshwise.estimate_serve("llama-3-70b", **JOB, batch=16, layout=layout, tool="meshwise", **more)
+
+
+def test_prefill_and_generation_apart_are_planned_and_served(tmp_path):
+    found = meshwise.plan_serve("llama-3-70b", **JOB, mode="disaggregated", tool="meshwise")
+    plan, file = ServingPlan(found.problem, found.plans[0]), tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    asked = _asked(ServeRequest(model=str(file)), lambda _: None)
+    assert (asked.layout.tensor, asked.replicas) == (plan.setup.decode.tensor, plan.setup.decode.replicas)
+    assert (asked.prefill.layout.tensor, asked.prefill.replicas) == (
+        plan.setup.prefill.tensor, plan.setup.prefill.replicas,
+    )  # fmt: skip
+    executors = [(SimpleNamespace(buckets=[Bucket(0, 512, 4), Bucket(4, 0, 4)]),)] * 2
+    own = [Pool(e, Scheduling(max_batch=8), 64) for e in executors]
+    made = Launched(own[0].executors, own[0].scheduling, 64, 1024, "8 x H100", "jax", DType.BF16, prefill=own[1])
+    decode, prefill = asked.predicted(made), asked.predicted(made, prefill=True)
+    ways = plan.setup.decode.tensor / plan.setup.prefill.tensor
+    assert (ways > 1) == (decode.tokens_seconds(512) < prefill.tokens_seconds(512))
+    assert (ways == 1) == (decode.tokens_seconds(512) == prefill.tokens_seconds(512))
 
 
 def test_whole_experts_on_each_device_are_planned_and_served(tmp_path):

@@ -6,6 +6,7 @@ All times are multiples of powers of two, so that sums have no rounding.
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,13 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.replay import replay, to_line
 from meshwise.engine.requests import Collected, EngineRequest
 from meshwise.engine.virtual import Event, VirtualExecutor, serve_events
+from meshwise.jobs.traffic import Demand
 from meshwise.scheduling import POLICIES, Scheduling
+from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.replica import Replica
 from meshwise.simulation.serving.requests import Request
+from meshwise.simulation.serving.system import PrefillPool, ServingSystem
 
 TICK = 2.0**-12
 BLOCK = 4
@@ -92,12 +96,19 @@ def simulator_serves(costs, scheduling, demands):
         replica.run_until(time)
         act(request, time)
     replica.run_until(float("inf"))
-    steps = []
-    for span in recorder.spans:
-        steps += [(span.decoding, span.tokens)] * max(span.steps, 1)
+    return replica, steps_of(recorder, 0), times_of(recorder)
+
+
+def steps_of(recorder, number):
+    own = [span for span in recorder.spans if span.replica == number and span.decoding + span.tokens]
+    return [(span.decoding, span.tokens) for span in own for _ in range(max(span.steps, 1))]
+
+
+def times_of(recorder):
+    """Of each request when it began, had its first token, and was done."""
     width = 8
     rows = [tuple(recorder.rows[k : k + width]) for k in range(0, len(recorder.rows), width)]
-    return replica, steps, {int(r[0]): (r[2], r[3], r[4]) for r in rows}
+    return {int(r[0]): (r[2], r[3], r[4]) for r in rows}
 
 
 def compare(costs, scheduling, demands, check=False):
@@ -137,6 +148,58 @@ schedulings = st.builds(
 def test_the_engine_decides_as_the_simulator(seed, scheduling, blocks, cancelling):
     costs = COSTS.replace(kv_blocks=blocks)
     compare(costs, scheduling, drawn(seed, 14, costs, cancelling, salts=(b"", b"a:")), check=True)
+
+
+def apart_serve(costs, scheduling, first, demands):
+    """One engine prefills, another decodes; each with its log."""
+    outputs, events, handed, logs = {}, [], [], ([], [])
+    for time, prompt, output, salt, _ in demands:
+        request = EngineRequest(prompt, len(output), Collected(), block_tokens=BLOCK, salt=salt)
+        outputs[request] = output
+        events.append(Event(time, request))
+    one, other = VirtualExecutor(costs, outputs), VirtualExecutor(costs, outputs)
+
+    def hand_over(request):
+        handed.append(Event(one.sent[-1].time, request))
+
+    limits = {"block_tokens": BLOCK, "clock": one.clock, "log": logs[0].append}
+    prefill = Engine(first, costs.kv_blocks, one, hand_over=hand_over, **limits)
+    serve_events(prefill, one, events)
+    one.now = float("inf")
+    assert not prefill.step(), "all has arrived"
+    decode = Engine(scheduling, costs.kv_blocks, other, block_tokens=BLOCK, clock=other.clock, log=logs[1].append)
+    serve_events(decode, other, sorted(handed, key=lambda e: (e.time, e.request.index)))
+    for engine in (prefill, decode):
+        engine.cache.check()
+        assert engine.cache.used == 0 == engine.outstanding
+    return (one, other), (prefill, decode), outputs, logs
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), schedulings, schedulings, st.integers(18, 60))
+def test_engines_that_prefill_and_others_that_decode_decide_as_the_simulator(seed, scheduling, first, blocks):
+    """What is sent takes time on a link, and its blocks until it has arrived; who decodes may have to prefill again."""
+    costs = COSTS.replace(
+        kv_blocks=blocks, kv_bytes_per_token=1.0, transfer_bytes_per_s=2.0**9, transfer_startup_s=8 * TICK
+    )
+    scheduling = replace(scheduling, prefix_cache=False)
+    demands = drawn(seed, 14, costs)
+    executors, engines, outputs, logs = apart_serve(costs, scheduling, first, demands)
+    recorder = Recorder(spans=10**6)
+    system = ServingSystem(costs, 1, scheduling, "round-robin", PrefillPool(costs, 1, first))
+    prefixes = [request.prefix for request in outputs]
+    load = [Demand(d[0], len(d[1]), len(d[2]), prefix) for d, prefix in zip(demands, prefixes, strict=True)]
+    fleet = Fleet(system, recorder)
+    fleet.run(SimpleNamespace(requests=lambda: iter(load)))
+    found = [[(decoding, tokens) for _, decoding, _, tokens in executor.steps] for executor in executors]
+    assert found == [steps_of(recorder, -1), steps_of(recorder, 0)]
+    assert [engine.scheduler.hit_tokens for engine in engines] == [fleet.prefill[0].scheduler.hit_tokens, 0]
+    assert engines[1].scheduler.preemptions == fleet.replicas[0].scheduler.preemptions
+    times = times_of(recorder)
+    for request, output in outputs.items():
+        assert (request.reason, request.sink.ids) == ("length", list(output))
+        assert times[request.index] == tuple(request.times[name] for name in ("begun", "first", "done"))
+    assert [replay(map(to_line, log)) for log in logs] == [len(executor.steps) for executor in executors]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -8,13 +8,13 @@ import pytest
 
 from meshwise.core.errors import ClusterError
 from meshwise.engine.engine import Engine
-from meshwise.engine.launch import Limits, launch
+from meshwise.engine.launch import Asked, Limits, launch
 from meshwise.engine.replay import replay, to_line
 from meshwise.engine.replicas import Replicas
 from meshwise.engine.requests import Collected, EngineRequest, Token
 from meshwise.models import load_model
 from meshwise.scheduling import Scheduling
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 
 MODEL = "D=64 F=128 L=2 N=4 K=2 H=16 V=256"
 
@@ -24,6 +24,19 @@ class Counting:
 
     def run(self, work):
         return [Token(r.tokens[-1] + 1) for r in work.asking]
+
+
+class Sending(Counting):
+    """Sends caches, too, which arrive when it is said so."""
+
+    def __init__(self):
+        self.arrived = False
+
+    def send(self, _request, _table):
+        return self
+
+    def receive(self, _cache, _table):
+        assert self.arrived
 
 
 class Failing:
@@ -46,9 +59,8 @@ def ask(replicas, first, length=8, output=4):
 
 
 def finish(replicas):
-    for engine in replicas.engines:
-        while engine.step():
-            pass
+    while any(engine.step() for engine in replicas.all):
+        pass
 
 
 def test_the_least_loaded_one_is_sent_the_next_request():
@@ -94,6 +106,30 @@ def test_requests_are_cancelled_where_they_are_and_each_log_replays():
         assert replay(map(to_line, log)) == 30
 
 
+def test_requests_are_cancelled_wherever_their_cache_is():
+    """Before they are prefilled, while their caches are sent, and where they decode; blocks stay until they arrived."""
+    sender = Sending()
+    other = Engine(Scheduling(max_batch=4), 100, sender, block_tokens=4)
+    decoding = Replicas([other])
+    first = Engine(Scheduling(max_batch=2), 100, sender, block_tokens=4, hand_over=decoding.submit)
+    replicas = Replicas([first], decoding=decoding)
+    requests = [ask(replicas, n, output=30) for n in range(4)]
+    first.step()  # two are prefilled, and handed over
+    assert [request.engine for request in requests] == [other, other, first, first]
+    assert (first.cache.used, first.outstanding, other.outstanding) == (4, 2, 2)
+    first.cancel(requests[0])  # by who did not hear yet
+    replicas.cancel(requests[2])
+    sender.arrived = True
+    other.step()
+    first.step()
+    replicas.cancel(requests[1])
+    finish(replicas)
+    assert [request.reason for request in requests] == ["cancelled", "cancelled", "cancelled", "length"]
+    for engine in replicas.all:
+        engine.cache.check()
+        assert engine.cache.used == 0 == engine.outstanding
+
+
 def test_threads_serve_and_a_failure_is_told():
     replicas = Replicas([*engines(1), Engine(Scheduling(), 100, Failing(), block_tokens=4)])
     replicas.start()
@@ -109,12 +145,12 @@ def test_threads_serve_and_a_failure_is_told():
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2)], ids=str)
+@pytest.mark.parametrize("layout", [ServingLayout(), ServingLayout(tensor=2)], ids=str)
 def test_replicas_have_devices_of_their_own_and_answer_alike(layout):
     said = {"progress": lambda _: None, "say": lambda _: None}
     own = {"weights": None, "seed": 0, "dtype": None, "cpu_devices": None, **said}
     limits = Limits(max_batch=1, max_step_tokens=16, max_len=16)
-    made = launch(load_model(MODEL), layout, limits, replicas=2, **own)
+    made = launch(load_model(MODEL), Asked(layout, 2, limits), **own)
     chips = layout.num_chips
     devices = jax.devices()[: 2 * chips]
     assert made.hardware == f"{2 * chips} x cpu"
@@ -140,4 +176,4 @@ def test_replicas_have_devices_of_their_own_and_answer_alike(layout):
 def test_more_replicas_than_devices_are_refused_in_words():
     own = {"weights": None, "seed": 0, "dtype": None, "cpu_devices": None}
     with pytest.raises(ClusterError, match=r"10 devices \(5 replicas of layout .*--replicas 4 runs on these"):
-        launch(load_model(MODEL), Layout(tensor=2), Limits(), replicas=5, progress=print, say=print, **own)
+        launch(load_model(MODEL), Asked(ServingLayout(tensor=2), 5, Limits()), progress=print, say=print, **own)

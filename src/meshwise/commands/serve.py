@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,13 +38,14 @@ from meshwise.jobs import ServingLoad
 from meshwise.models import Model, load_model
 from meshwise.report.engine import ServeResult, serve_report
 from meshwise.runtime.devices import load_jax
+from meshwise.scheduling import Scheduling
 from meshwise.search.serving import ServingPlan, simulator_setup
 from meshwise.sharding.serving import ServingLayout
 
 if TYPE_CHECKING:
     from meshwise.engine.engine import StepRecord
     from meshwise.engine.http.metrics import Metrics
-    from meshwise.engine.launch import Launched, Limits
+    from meshwise.engine.launch import Launched, Limits, Pool
     from meshwise.engine.measured import Measurements
     from meshwise.engine.replicas import Replicas
     from meshwise.engine.vocabulary import Vocabulary
@@ -57,7 +58,8 @@ class ServeRequest(Request):
 
     positional = ("model",)
     sections: ClassVar = {
-        "Model": ("weights", "tokenizer", "dtype", "quantization", "tensor", "expert_tensor_parallel", "replicas"),
+        "Model": ("weights", "tokenizer", "dtype", "quantization"),
+        "Layout": ("tensor", "expert_tensor_parallel", "replicas", "prefill"),
         "Endpoint": ("host", "port", "api_key", "name"),
         "Engine": ("max_batch", "max_len", "max_step_tokens", "policy", "prefix_cache", "routing", "cache_memory"),
     }
@@ -80,6 +82,9 @@ class ServeRequest(Request):
     """Split the width of every expert over these devices; off: each has some of the experts, whole. A plan says it."""
     replicas: int | None = Field(default=None, ge=1, le=512)
     """Engines, each on devices of its own, that share the requests; by default one, or as many as a plan has."""
+    prefill: int | None = Field(default=None, ge=1, le=512)
+    """Engines that only prefill, each on devices of its own, and send the caches to the others, which decode; by
+    default none, or as many as a plan has."""
     cpu_devices: int | None = Field(default=None, ge=1, le=512)
     """Use this many fake devices of the CPU, whatever other devices there are."""
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
@@ -133,6 +138,15 @@ class ServeRequest(Request):
 
 
 @dataclass(frozen=True)
+class _Prefill:
+    """Engines that only prefill: a layout, how many, and limits that a plan sets."""
+
+    layout: ServingLayout
+    replicas: int
+    planned: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _Asked:
     """What is to be served.
 
@@ -140,6 +154,7 @@ class _Asked:
         model, layout: see there.
         planned: limits that a plan sets.
         replicas: that a plan has.
+        prefill: engines that only prefill, in a plan that has such; else None.
         narrow: format of the layers' projections in a plan, where it is not that of activations.
         costs: of steps, as they were given.
         cluster, calibration: for which steps are predicted otherwise; None where nothing predicts.
@@ -153,25 +168,30 @@ class _Asked:
     costs: EngineCosts | None = None
     cluster: Cluster | None = None
     calibration: Calibration | None = None
+    prefill: _Prefill | None = None
 
-    def predicted(self, made: Launched) -> EngineCosts | None:
-        """Costs of the steps that run: in their format, filled up to the engine's buckets.
+    def predicted(self, made: Launched, *, prefill: bool = False) -> EngineCosts | None:
+        """Costs of the steps that run, of engines that only prefill or of the others.
 
-        None where nothing predicts, also where `bench machine` measured products of wide weights alone.
+        They are in the format that runs, filled up to the engine's buckets. None where nothing predicts, also where
+        `bench machine` measured products of wide weights alone.
         """
         from meshwise.engine.measured import rounded  # noqa: PLC0415 -- an optional extra
 
-        buckets = made.executor.buckets
+        layout, executor, scheduling = self.layout, made.executor, made.scheduling
+        if prefill and self.prefill is not None and made.prefill is not None:
+            layout, executor, scheduling = self.prefill.layout, made.prefill.executors[0], made.prefill.scheduling
+        buckets = executor.buckets
         if self.costs is not None:
             sizes = [b.tokens for b in buckets]
-            return rounded(self.costs.replace(block_tokens=made.executor.model.page_tokens), sizes)
+            return rounded(self.costs.replace(block_tokens=executor.model.page_tokens), sizes)
         if self.cluster is None or self.calibration is None:
             return None
         if made.narrow is not None and default_calibration(self.cluster.chip).name == "cpu":
             return None
         prompt = max(made.longest // 2, 1)
         load = ServingLoad(prompt=prompt, output=made.longest - prompt, precision=made.precision)
-        setup = ServingSetup("aggregated", self.layout, self.layout, made.scheduling.max_batch)
+        setup = ServingSetup("aggregated", layout, layout, scheduling.max_batch)
         problem = ServingProblem(self.model, load, self.cluster, self.calibration)
         return bucketed_costs(problem, setup, buckets)
 
@@ -190,19 +210,29 @@ def _asked(request: ServeRequest, say: Tell) -> _Asked:
     calibration = None if cluster is None else find_serving_calibration("operations", cluster.chip)
     if kind_of_plan(request.model) is None:
         layout = ServingLayout(tensor=request.tensor, expert_tensor_parallel=request.expert_tensor_parallel)
-        return _Asked(load_model(request.model), layout, costs=costs, cluster=cluster, calibration=calibration)
+        prefill = None if request.prefill is None else _Prefill(layout, request.prefill)
+        return _Asked(
+            load_model(request.model), layout, costs=costs, cluster=cluster, calibration=calibration, prefill=prefill
+        )
     plan = read_plan(request.model, ServingPlan)
     check_served_by("meshwise", plan)
     system = simulator_setup(plan.problem, plan.setup)
     if request.replicas is not None and request.replicas != system.replicas:
         say(f"the plan has {system.replicas:,} engines; this process runs {request.replicas:,}, with their share")
-    own = system.scheduling
-    limits = {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
+    pool, prefill = system.prefill, None
+    if pool is not None:
+        replicas = request.prefill or pool.replicas
+        prefill = _Prefill(plan.setup.prefill.replace(replicas=1), replicas, _planned(pool.scheduling))
     problem, layout = plan.problem, plan.setup.decode.replace(replicas=1)
     cluster, calibration = cluster or problem.cluster, calibration or problem.calibration
     formats = problem.load.formats
     narrow = None if formats.weights is formats.activations else formats.weights
-    return _Asked(problem.model, layout, limits, system.replicas, narrow, costs, cluster, calibration)
+    limits = _planned(system.scheduling)
+    return _Asked(problem.model, layout, limits, system.replicas, narrow, costs, cluster, calibration, prefill)
+
+
+def _planned(own: Scheduling) -> dict[str, Any]:
+    return {"max_batch": own.max_batch, "max_step_tokens": own.max_step_tokens, "policy": own.policy}
 
 
 @verb(ServeRequest)
@@ -237,12 +267,14 @@ def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> 
     vocabulary = _vocabulary(request, model)
     with ExitStack() as stack:
         taken = stack.enter_context(bind(request.host, request.port))
-        logs = _open_logs(stack, request.log, request.replicas or asked.replicas)
+        several = (request.replicas or asked.replicas) + (asked.prefill.replicas if asked.prefill else 0)
+        logs = _open_logs(stack, request.log, several)
         made = _launched(request, asked, progress=progress, say=say)
         costs = asked.predicted(made)
         if costs is None and asked.cluster is not None:
             say("nothing predicts the steps: 'bench machine' measures products of wide weights alone")
-        predict = None if costs is None else partial(_predicted_seconds, costs, made)
+        first = asked.predicted(made, prefill=True)
+        predict = None if costs is None or first is None else partial(_predicted_seconds, costs, first, made)
         metrics = Metrics(predict)
         engines, kept = _replicas(request, made, metrics, logs)
         name = request.name or model.name
@@ -277,16 +309,26 @@ def _replicas(
     from meshwise.engine.measured import Measurements  # noqa: PLC0415
     from meshwise.engine.replicas import Replicas  # noqa: PLC0415
 
-    kept = [Measurements((metrics,)) for _ in made.executors]
-    engines = [
-        Engine(made.scheduling, made.blocks, executor, block_tokens=BLOCK_TOKENS, log=log, watcher=watcher)
-        for executor, log, watcher in zip(made.executors, logs, kept, strict=True)
-    ]
-    return Replicas(engines, request.routing), kept
+    kept = [Measurements((metrics,)) for _ in logs]
+    own = iter(zip(logs, kept, strict=True))
+
+    def engines(pool: Launched | Pool, hand_over: Any = None) -> list[Engine]:
+        limits, tokens = (pool.scheduling, pool.blocks), BLOCK_TOKENS
+        made = zip(pool.executors, own, strict=False)
+        return [
+            Engine(*limits, executor, block_tokens=tokens, log=log, watcher=watcher, hand_over=hand_over)
+            for executor, (log, watcher) in made
+        ]
+
+    serving = Replicas(engines(made), request.routing)
+    if made.prefill is not None:
+        serving = Replicas(engines(made.prefill, serving.submit), request.routing, serving)
+    return serving, kept
 
 
-def _predicted_seconds(costs: EngineCosts, made: Launched, step: StepRecord) -> float:
+def _predicted_seconds(costs: EngineCosts, prefill: EngineCosts, made: Launched, step: StepRecord) -> float:
     """Of a step, whose prompts are filled up to whole rows of queries."""
+    costs = prefill if step.kind == "prefill" else costs
     given = len(step.contexts) + sum(new for _, new in step.chunks)
     filled = len(step.contexts) + sum(made.executor.filled(new) for _, new in step.chunks)
     return costs.step_seconds(step.contexts, step.chunks) + costs.tokens_seconds(filled) - costs.tokens_seconds(given)
@@ -304,20 +346,22 @@ def _vocabulary(request: ServeRequest, model: Model) -> Vocabulary:
 
 def _launched(request: ServeRequest, asked: _Asked, *, progress: Tell, say: Tell) -> Launched:
     """The engine's parts, compiled."""
-    from meshwise.engine.launch import compile_cache, launch  # noqa: PLC0415 -- an optional extra
+    from meshwise.engine.launch import Asked, compile_cache, launch  # noqa: PLC0415 -- an optional extra
 
     compile_cache(request.compile_cache)
+    limits, first = _limits(request, asked.planned), asked.prefill
+    if first is not None:  # what begins alike is found where it is prefilled
+        limits = replace(limits, prefix_cache=False)
     return launch(
         asked.model,
-        asked.layout,
-        _limits(request, asked.planned),
+        Asked(asked.layout, request.replicas or asked.replicas, limits),
         weights=None if request.weights is None else Path(request.weights),
         seed=request.seed,
         dtype=None if request.dtype is None else DType(request.dtype),
         cpu_devices=request.cpu_devices,
         progress=progress,
         say=say,
-        replicas=request.replicas or asked.replicas,
+        prefill=None if first is None else Asked(first.layout, first.replicas, _limits(request, first.planned)),
         narrow=asked.narrow if request.quantization is None else DType(request.quantization),
     )
 
@@ -353,27 +397,10 @@ def _open_logs(stack: ExitStack, file: Path | None, replicas: int) -> list[Any]:
     """
     if file is None:
         return [None] * replicas
+    from meshwise.engine.replay import write_log  # noqa: PLC0415 -- an optional extra
+
     files = [file] if replicas == 1 else [file.with_name(f"{file.name}.{number}") for number in range(replicas)]
-    return [_write_log(stack, own) for own in files]
-
-
-def _write_log(stack: ExitStack, file: Path) -> Any:
-    """A log in a new file.
-
-    Raises:
-        MeshwiseError: it cannot be written.
-    """
-    try:
-        stream: TextIO = stack.enter_context(file.open("w", encoding="utf-8", buffering=1))
-    except OSError as error:
-        raise MeshwiseError(f"--log {file}: {error.strerror}") from None
-
-    from meshwise.engine.replay import to_line  # noqa: PLC0415 -- an optional extra
-
-    def write(entry: Any) -> None:
-        stream.write(f"{to_line(entry)}\n")
-
-    return write
+    return [write_log(stack, own) for own in files]
 
 
 def _summed_up(  # noqa: PLR0917 -- what was launched, and what it did
@@ -391,7 +418,7 @@ def _summed_up(  # noqa: PLR0917 -- what was launched, and what it did
     steps = [step for own in kept for step in own.steps]
     done = [r for r in requests if r.reason in ("stop", "length")]
     simulated: tuple[list[float], list[float]] | None = None
-    if costs is not None and done:
+    if costs is not None and done and made.prefill is None:
         own = costs.replace(kv_blocks=made.blocks)
         each = [simulate_same(own, made.scheduling, of_one.requests) for of_one in kept]
         simulated = [t for ttft, _ in each for t in ttft], [t for _, tpot in each for t in tpot]
@@ -400,6 +427,7 @@ def _summed_up(  # noqa: PLR0917 -- what was launched, and what it did
         hardware=made.hardware,
         software=made.software,
         replicas=len(kept),
+        prefill=0 if made.prefill is None else len(made.prefill.executors),
         seconds=seconds,
         busy=sum(step.seconds for step in steps),
         requests=len(requests),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from meshwise.engine.replay import head
-from meshwise.engine.requests import EngineRequest, Token
+from meshwise.engine.requests import EngineRequest, SentCache, Token
 from meshwise.scheduling import BlockTable, Pages, Running, Scheduler, Scheduling
 
 
@@ -72,6 +72,14 @@ class Executor(Protocol):
         """The next token of each of `work.asking`."""
         ...
 
+    def send(self, request: EngineRequest, table: list[int]) -> SentCache:
+        """Copy a request's pages for `receive` of another; what is written there later does not change the copy."""
+        ...
+
+    def receive(self, cache: SentCache, table: list[int]) -> None:
+        """Put what another sent into some pages."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -110,6 +118,9 @@ class Watcher(Protocol):
         ...
 
 
+#: Seconds after which it is looked whether a cache has arrived, where nothing else can be done.
+_POLL = 0.001
+
 #: One line of the log: what happened, and its numbers.
 Entry = tuple[Any, ...]
 
@@ -124,6 +135,7 @@ class Engine:
         clock: seconds.
         log: takes an entry for each thing that happens, in order; see `replay`.
         watcher: see there.
+        hand_over: takes requests that are prefilled, with their caches, where other engines decode.
     """
 
     def __init__(
@@ -136,6 +148,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         log: Callable[[Entry], None] | None = None,
         watcher: Watcher | None = None,
+        hand_over: Callable[[EngineRequest], None] | None = None,
     ) -> None:
         assert scheduling.preemption == "recompute", "refused before: swapping"
         assert scheduling.speculation is None, "refused before: drafts"
@@ -143,12 +156,17 @@ class Engine:
         self.running: Running[EngineRequest] = Running(block_tokens)
         assert isinstance(self.running.pages, Pages), "without drafts"
         self.cache = BlockTable(self.running.pages, blocks, keeps_prefixes=scheduling.prefix_cache)
-        self.scheduler: Scheduler[EngineRequest] = Scheduler(scheduling, self.cache, self.running)
+        self.scheduler: Scheduler[EngineRequest] = Scheduler(
+            scheduling, self.cache, self.running, None if hand_over is None else self._send
+        )
         self.failure: BaseException | None = None
         self._log, self._watcher = log, watcher
-        self._record(*head(scheduling, blocks, block_tokens))
+        self._record(*head(scheduling, blocks, block_tokens, hands_over=hand_over is not None))
+        self._hand_over = hand_over
+        self._sent: list[tuple[EngineRequest, SentCache, float]] = []  # with blocks that are kept until it has arrived
+        self._prefilled: dict[EngineRequest, list[int]] = {}
         self._inbox: deque[tuple[str, EngineRequest]] = deque()
-        self._wake = threading.Event()
+        self._wake, self._counting = threading.Event(), threading.Lock()
         self._stopping = False
         self._count = self._submitted = self._done = 0
 
@@ -156,8 +174,9 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Send a request; its sink hears of it."""
-        request.times["arrived"] = self.clock()
-        self._submitted += 1
+        request.times.setdefault("arrived", self.clock())
+        with self._counting:
+            self._submitted += 1
         self._inbox.append(("add", request))
         self._wake.set()
 
@@ -173,7 +192,7 @@ class Engine:
 
     @property
     def outstanding(self) -> int:
-        """Requests that were sent and are not done; one thread counts those, another these."""
+        """Requests that were sent and are neither done nor handed over."""
         return self._submitted - self._done
 
     @property
@@ -189,7 +208,7 @@ class Engine:
             while not self._stopping:
                 self._wake.clear()
                 if not self.step():
-                    self._wake.wait()
+                    self._wake.wait(_POLL if self._sent else None)
         except BaseException as error:
             self.failure = error
             raise
@@ -209,6 +228,10 @@ class Engine:
             Decode(request, tokens, self.cache.grow(request, tokens + 1))
             for request, tokens in zip(members, held, strict=True)
         ]
+        for decode in decodes:
+            if decode.request.cache is not None:
+                self.executor.receive(decode.request.cache, decode.table)
+                decode.request.cache = None
         chunks = [
             Chunk(p.request, p.done, new, p.done + new == p.tokens, self.cache.grow(p.request, p.tokens))
             for p, new in step.chunks
@@ -220,6 +243,7 @@ class Engine:
             chunk.request.times.setdefault("begun", begun)
         made = self.executor.run(work)
         ended = self._hand_out(work.asking, made)
+        self._prefilled = {chunk.request: chunk.table for chunk in chunks}
         self.scheduler.settle(step, ended)
         if self._log is not None:
             self._record("ended", [(request.index, request.kept()) for request in ended])
@@ -234,18 +258,33 @@ class Engine:
         return True
 
     def _take_in(self) -> None:
+        for one in [sent for sent in self._sent if sent[1].arrived]:
+            self._sent.remove(one)
+            self._record("arrived", one[0].index)
+            self.cache.used -= one[2]
         while self._inbox:
             what, request = self._inbox.popleft()
             if what == "add":
-                request.index = self._count
-                self._count += 1
-                self._record("add", request.index, request.prompt, request.prefix)
+                if request.index < 0:
+                    request.index = self._count
+                    self._count += 1
+                self._record("add", request.index, request.prompt, request.prefix, request.produced)
                 self.scheduler.add(request)
+            elif request.engine is not None and request.engine is not self:  # handed over meanwhile
+                request.engine.cancel(request)
             elif request.reason is None:
                 self._record("cancel", request.index)
                 self.scheduler.cancel(request)
                 request.reason = "cancelled"
                 self._over(request)
+
+    def _send(self, request: EngineRequest, blocks: float) -> None:
+        """Hand a request over; its blocks stay taken until its cache has arrived."""
+        assert self._hand_over is not None, "the scheduler hands over"
+        request.cache = self.executor.send(request, self._prefilled[request])
+        self._sent.append((request, request.cache, blocks))
+        self._done += 1
+        self._hand_over(request)
 
     def _hand_out(self, asking: list[EngineRequest], made: list[Token]) -> list[EngineRequest]:
         """Give each request its token; those that are over with it."""
@@ -270,7 +309,8 @@ class Engine:
     def _end_all(self, reason: str) -> None:
         """All that is not over ends, those too that wait to be taken in."""
         scheduler = self.scheduler
-        here = [*self.running.members.values(), *scheduler.waiting, *(p.request for p in scheduler.prefilling)]
+        here = [*self.running.members.values(), *scheduler.waiting, *scheduler.ready]
+        here += [piece.request for piece in scheduler.prefilling]
         for request in [*here, *(r for what, r in self._inbox if what == "add")]:
             request.reason = reason
             _tell(request)

@@ -6,13 +6,14 @@ Not here: the program (`runtime.steps`), decisions (`engine`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from meshwise.engine.engine import Chunk, Work
-from meshwise.engine.requests import EngineRequest, Sampling, Token
+from meshwise.engine.requests import EngineRequest, Sampling, SentCache, Token
 from meshwise.runtime.params import Tree
 from meshwise.runtime.sampling import SamplingArrays, compiled, greedy
 from meshwise.runtime.steps import ROW, Bucket, PagedModel, StepArrays
@@ -48,6 +49,18 @@ def _powers(least: int, most: int) -> list[int]:
     return sizes
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedPages:
+    """Copies of a request's pages in all layers, where its prompt was prefilled."""
+
+    pages: Any
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the copies are made."""
+        return all(array.is_ready() for array in jax.tree.leaves(self.pages))
+
+
 class JaxExecutor:
     """Executes steps on devices.
 
@@ -59,6 +72,7 @@ class JaxExecutor:
         progress: told a line now and then.
         buckets: sizes of steps; None: `plan_buckets`.
         constrained: whether outputs may have to keep to something.
+        sends: whether caches are sent to, or come from, others.
     """
 
     def __init__(
@@ -71,6 +85,7 @@ class JaxExecutor:
         *,
         buckets: Sequence[Bucket] | None = None,
         constrained: bool = False,
+        sends: bool = False,
     ) -> None:
         self.model, self.weights, self.longest, self.constrained = model, weights, longest, constrained
         self.sequence_pages = -(-longest // model.page_tokens)
@@ -85,6 +100,8 @@ class JaxExecutor:
         for rows in sorted({bucket.logits for bucket in self.buckets}):
             progress(f"compiling sampling of {rows}")
             self._compile_sampling(rows)
+        if sends:
+            self._read, self._write = model.compile_pages(self.sequence_pages)
         self._pool = model.empty_pool()
 
     def _compile_sampling(self, rows: int) -> None:
@@ -121,6 +138,24 @@ class JaxExecutor:
             ids = np.asarray(self._greedy[bucket.logits](logits)).tolist()
             return [Token(token) for token in ids[: len(asking)]]
         return self._sampled(logits, asking, bucket.logits)
+
+    def send(self, request: EngineRequest | None, table: list[int]) -> CopiedPages:  # noqa: ARG002 -- as others
+        """Copy a request's pages."""
+        return CopiedPages(self._read(self._pool, self._filled(table)))
+
+    def prepare(self, senders: Sequence[JaxExecutor]) -> None:
+        """Receive nothing from each, so that nothing is compiled when something comes."""
+        for sender in senders:
+            self.receive(sender.send(None, []), [])
+
+    def receive(self, cache: SentCache, table: list[int]) -> None:
+        """Put another's copies into pages; they change devices on the way."""
+        assert isinstance(cache, CopiedPages), "sent by another of these"
+        held = jax.tree.map(lambda a: a.sharding, self.model.abstract_pages(1))
+        self._pool = self._write(self._pool, jax.device_put(cache.pages, held), self._filled(table))
+
+    def _filled(self, table: list[int]) -> Any:
+        return np.asarray(table + [-1] * (self.sequence_pages - len(table)), np.int32)
 
     def _arrays(self, work: Work, bucket: Bucket) -> StepArrays:
         """Lay a step out: those that decode first, then prompts in whole rows."""

@@ -54,17 +54,46 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """Engines' parts.
+class Asked:
+    """Engines of one kind that are asked for.
+
+    Args:
+        layout: of one of them, over tensor alone.
+        replicas: how many.
+        limits: see there.
+    """
+
+    layout: ServingLayout
+    replicas: int
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Engines of one kind.
 
     Args:
         executors: of each replica: compiled, with weights and an empty cache.
         scheduling: of each engine.
         blocks: of each cache.
+    """
+
+    executors: tuple[JaxExecutor, ...]
+    scheduling: Scheduling
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Engines' parts.
+
+    Args:
+        executors, scheduling, blocks: of the engines, those that decode where others prefill; as in `Pool`.
         longest: tokens of a request.
         hardware, software: of the devices, in words.
         dtype: of weights, activations and cache.
         narrow: of the layers' projections; None: as `dtype`.
+        prefill: engines that only prefill; None: all do both.
     """
 
     executors: tuple[JaxExecutor, ...]
@@ -75,6 +104,7 @@ class Launched:
     software: str
     dtype: DType
     narrow: DType | None = None
+    prefill: Pool | None = None
 
     @property
     def precision(self) -> str:
@@ -99,8 +129,7 @@ def compile_cache(folder: Path | None) -> None:
 
 def launch(
     model: Model,
-    layout: ServingLayout,
-    limits: Limits,
+    asked: Asked,
     *,
     weights: Path | None,
     seed: int,
@@ -108,83 +137,121 @@ def launch(
     cpu_devices: int | None,
     progress: Callable[[str], None],
     say: Callable[[str], None],
-    replicas: int = 1,
     narrow: DType | None = None,
+    prefill: Asked | None = None,
 ) -> Launched:
     """Bring up engines' parts.
 
     Args:
         model: to be served.
-        layout: of an engine, over tensor alone.
-        limits: see there.
+        asked: the engines.
         weights: published files; None: drawn by `seed`.
         seed: see `weights`.
         dtype: of weights, activations and cache; None: fp32 on a CPU, which has no quick bf16, else bf16.
         cpu_devices: fake devices of the CPU.
         progress: told a line now and then.
         say: told what is to be known of the devices.
-        replicas: engines, each on devices of its own.
         narrow: format of the layers' projections; None: as `dtype`.
+        prefill: engines that only prefill, before `asked`, which then only decode.
 
     Raises:
         MeshwiseError: a model, a layout or weights that cannot be served; other devices than needed.
         InfeasibleError: memory does not suffice.
     """
-    groups = _devices(layout, replicas, cpu_devices, say)
-    first = groups[0][0]
+    kinds = [asked] if prefill is None else [asked, prefill]
+    groups = _devices(kinds, cpu_devices, say)
+    first = groups[0][0][0]
     on_cpu = first.platform == "cpu"
     chosen = dtype or (DType.FP32 if on_cpu else DType.BF16)
     if narrow is not None and on_cpu:
         say(f"--quantization {narrow.value}: a CPU widens such weights in each step: less memory, more time")
     published = None if weights is None else find_weights(weights, model)
+    longest = _longest(model, asked.limits.max_len)
+
+    def weights_of(made: PagedModel) -> Any:
+        return made.initial_weights(seed) if published is None else made.load(published)
+
+    with in_words():
+        form = partial(paged_model, model, page_tokens=BLOCK_TOKENS, dtype=chosen, narrow=narrow)
+        pools = [
+            _pool(kind, own, form, weights_of, longest, progress=progress, apart=len(kinds) > 1)
+            for kind, own in zip(kinds, groups, strict=True)
+        ]
+    if prefill is not None:
+        for executor in pools[0].executors:
+            executor.prepare(pools[1].executors)
+    (made, *others), hardware = pools, f"{sum(len(g) for own in groups for g in own):,} x {first.device_kind}"
+    parts = made.executors, made.scheduling, made.blocks
+    return Launched(*parts, longest, hardware, software_of(first), chosen, narrow, *others)
+
+
+def _pool(
+    kind: Asked,
+    groups: list[list[Any]],
+    form: Callable[..., PagedModel],
+    weights_of: Callable[[PagedModel], Any],
+    longest: int,
+    *,
+    progress: Callable[[str], None],
+    apart: bool,
+) -> Pool:
+    """Compile engines of one kind, and give them their weights.
+
+    Args:
+        kind: that is asked for.
+        groups: devices of each.
+        form: makes a model of a layout and devices.
+        weights_of: reads its weights.
+        longest: tokens of a request.
+        progress: told a line now and then.
+        apart: whether caches are sent between engines.
+    """
+    limits, on_cpu, executors = kind.limits, groups[0][0].platform == "cpu", []
     scheduling = Scheduling(
         limits.policy,
         limits.max_batch or (8 if on_cpu else 64),
         limits.max_step_tokens or (512 if on_cpu else 2048),
         prefix_cache=limits.prefix_cache,
     )
-    longest = _longest(model, limits.max_len)
-    executors = []
-    with in_words():
-        form = partial(paged_model, model, layout, page_tokens=BLOCK_TOKENS, dtype=chosen, narrow=narrow)
-        probe = form(groups[0], pages=1)
-        cache = None if limits.cache_bytes is None else limits.cache_bytes / replicas
-        blocks = _blocks(probe, scheduling, longest, cache, groups[0])
-        for number, devices in enumerate(groups, 1):
-            made = form(devices, pages=blocks)
-            if on_cpu and len(devices) == 1:
-                made = LayeredModel.of(made)
-            own = "" if replicas == 1 else f"replica {number} of {replicas}: "
-            progress(f"{own}reading weights")
-            values = made.initial_weights(seed) if published is None else made.load(published)
-            told = partial(_tell, progress, own)
-            executors.append(JaxExecutor(made, values, scheduling, longest, told, constrained=is_installed()))
-    hardware = f"{replicas * len(groups[0]):,} x {first.device_kind}"
-    return Launched(tuple(executors), scheduling, blocks, longest, hardware, software_of(first), chosen, narrow)
+    cache = None if limits.cache_bytes is None else limits.cache_bytes / kind.replicas
+    blocks = _blocks(form(kind.layout, groups[0], pages=1), scheduling, longest, cache, groups[0])
+    for number, devices in enumerate(groups, 1):
+        own = "" if kind.replicas == 1 else f"replica {number} of {kind.replicas}: "
+        progress(f"{own}reading weights")
+        made = form(kind.layout, devices, pages=blocks)
+        if on_cpu and len(devices) == 1:
+            made = LayeredModel.of(made)
+        values, told = weights_of(made), partial(_tell, progress, own)
+        executors.append(JaxExecutor(made, values, scheduling, longest, told, constrained=is_installed(), sends=apart))
+    return Pool(tuple(executors), scheduling, blocks)
 
 
 def _tell(progress: Callable[[str], None], own: str, words: str) -> None:
     progress(own + words)
 
 
-def _devices(
-    layout: ServingLayout, replicas: int, cpu_devices: int | None, say: Callable[[str], None]
-) -> list[list[Any]]:
-    """Of each replica, as many devices as the layout has chips.
+def _devices(kinds: list[Asked], cpu_devices: int | None, say: Callable[[str], None]) -> list[list[list[Any]]]:
+    """Of each kind and replica, as many devices as its layout has chips.
 
     Raises:
         ClusterError: there are fewer.
     """
-    found, each = find_devices(cpu_devices, say), layout.engine_chips
-    needed = replicas * each
+    found, needed = find_devices(cpu_devices, say), sum(k.replicas * k.layout.engine_chips for k in kinds)
     if len(found) < needed:
-        what = f"layout {layout}" if replicas == 1 else f"{replicas:,} replicas of layout {layout}"
-        fewer = f"--replicas {len(found) // each:,} runs on these, " if len(found) >= each else ""
+        first, each = kinds[0], kinds[0].layout.engine_chips
+        what = " and ".join(_in_words(kind) for kind in kinds)
+        alone = len(kinds) == 1 and len(found) >= each and first.replicas > 1
+        fewer = f"--replicas {len(found) // each:,} runs on these, " if alone else ""
         raise ClusterError(
             f"the engine runs on {needed:,} devices ({what}), found {len(found):,} x {found[0].device_kind}; "
             f"{fewer}--cpu-devices {needed} makes as many fake ones of the CPU"
         )
-    return [found[start : start + each] for start in range(0, needed, each)]
+    left = iter(found)
+    return [[[next(left) for _ in range(k.layout.engine_chips)] for _ in range(k.replicas)] for k in kinds]
+
+
+def _in_words(kind: Asked) -> str:
+    return f"layout {kind.layout}" if kind.replicas == 1 else f"{kind.replicas:,} replicas of layout {kind.layout}"
 
 
 def _longest(model: Model, asked: int | None) -> int:

@@ -8,24 +8,43 @@ passes. Not here: the engine that writes the log.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path as FilePath
 from typing import Any
 
-from meshwise.core.errors import ConfigError
+from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.scheduling import BlockTable, Pages, Path, Request, Running, Scheduler, Scheduling, Step
 
 #: What a log begins with, beside its word.
 _HEAD = ("policy", "max_batch", "max_step_tokens", "watermark", "prefix_cache")
 
 
-def head(scheduling: Scheduling, blocks: int, block_tokens: int) -> tuple[Any, ...]:
+def head(scheduling: Scheduling, blocks: int, block_tokens: int, *, hands_over: bool) -> tuple[Any, ...]:
     """The first entry of a log: what decides."""
-    return ("engine", {name: getattr(scheduling, name) for name in _HEAD}, blocks, block_tokens)
+    return ("engine", {name: getattr(scheduling, name) for name in _HEAD}, blocks, block_tokens, hands_over)
 
 
 def to_line(entry: Sequence[Any]) -> str:
     """An entry as a line of JSON; names of blocks are written in hexadecimal."""
     return json.dumps(entry, default=lambda value: value.hex(), separators=(",", ":"))
+
+
+def write_log(stack: ExitStack, file: FilePath) -> Callable[[Sequence[Any]], None]:
+    """A log in a new file, closed with the stack.
+
+    Raises:
+        MeshwiseError: it cannot be written.
+    """
+    try:
+        stream = stack.enter_context(file.open("w", encoding="utf-8", buffering=1))
+    except OSError as error:
+        raise MeshwiseError(f"--log {file}: {error.strerror}") from None
+
+    def write(entry: Sequence[Any]) -> None:
+        stream.write(f"{to_line(entry)}\n")
+
+    return write
 
 
 class _Replayed(Request):
@@ -58,21 +77,30 @@ def replay(lines: Iterable[str]) -> int:
 
 
 def _replayed(entries: Iterator[Any]) -> int:
-    word, said, blocks, block_tokens = next(entries)
+    word, said, blocks, block_tokens, hands_over = next(entries)
     if word != "engine":
         raise ConfigError(f"log: expected the engine's limits first, found {word!r:.50}")
     running: Running[_Replayed] = Running(block_tokens)
     assert isinstance(running.pages, Pages), "without drafts"
     cache = BlockTable(running.pages, blocks, keeps_prefixes=said["prefix_cache"])
-    scheduler: Scheduler[_Replayed] = Scheduler(Scheduling(**said), cache, running)
+    sent: dict[int, float] = {}
+
+    def send(request: _Replayed, blocks: float) -> None:
+        sent[request.index] = blocks
+        del known[request.index]
+
+    scheduler: Scheduler[_Replayed] = Scheduler(Scheduling(**said), cache, running, send if hands_over else None)
     known: dict[int, _Replayed] = {}
     steps = 0
     step: Step[_Replayed] | None = None
     for word, *rest in entries:
         if word == "add":
-            index, prompt, prefix = rest
+            index, prompt, prefix, produced = rest
             known[index] = _Replayed(index, prompt, _path(prefix))
+            known[index].produced = produced
             scheduler.add(known[index])
+        elif word == "arrived":
+            cache.used -= sent.pop(rest[0])
         elif word == "cancel":
             scheduler.cancel(known.pop(rest[0]))
         elif word == "step":

@@ -73,6 +73,23 @@ class Keeping(Protocol):
         ...
 
 
+class Having(Protocol):
+    """An engine that has requests."""
+
+    def cancel(self, request: EngineRequest) -> None:
+        """Let a request go before the next step, if it is not over by then."""
+        ...
+
+
+class SentCache(Protocol):
+    """Keys and values of a request on their way to other devices."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing of where they were is needed any more."""
+        ...
+
+
 class Sink(Protocol):
     """Who hears of a request's tokens, in the engine's thread."""
 
@@ -124,13 +141,17 @@ class EngineRequest(Request):
     Attributes:
         tokens: of the prompt, and of the output as it comes.
         reason: why it is over; None: it is not.
-        replica: number of the engine that it was sent to.
+        replica: number of the engine that it was sent to, among those of its kind.
+        engine: that has it; None: not sent yet.
+        cache: its keys and values, on their way to an engine that decodes; None: they are where it is, or nowhere.
         times: when it came, was first worked on, gave its first token, and was done; seconds of the engine's clock.
     """
 
     __slots__ = (
         "block_tokens",
+        "cache",
         "constraint",
+        "engine",
         "max_tokens",
         "reason",
         "replica",
@@ -165,6 +186,8 @@ class EngineRequest(Request):
         self.sampling, self.constraint = sampling or Sampling(), constraint
         self.reason: str | None = None
         self.replica = 0
+        self.engine: Having | None = None
+        self.cache: SentCache | None = None
         self.times: dict[str, float] = {}
 
     @property

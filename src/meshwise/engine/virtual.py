@@ -10,7 +10,20 @@ from dataclasses import dataclass, field
 
 from meshwise.costs.engine import EngineCosts
 from meshwise.engine.engine import Engine, Work
-from meshwise.engine.requests import EngineRequest, Token
+from meshwise.engine.requests import EngineRequest, SentCache, Token
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualCache:
+    """A cache that is there at a time."""
+
+    executor: VirtualExecutor
+    time: float
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it is there."""
+        return self.time <= self.executor.now
 
 
 @dataclass(slots=True)
@@ -27,6 +40,7 @@ class VirtualExecutor:
     outputs: Mapping[EngineRequest, Sequence[int]]
     now: float = 0.0
     steps: list[tuple[float, int, int, int]] = field(default_factory=list)
+    sent: list[VirtualCache] = field(default_factory=list)
 
     def clock(self) -> float:
         """Seconds."""
@@ -39,6 +53,15 @@ class VirtualExecutor:
         self.now += self.costs.step_seconds(contexts, chunks)
         self.steps.append((self.now, len(contexts), len(chunks), sum(new for _, new in chunks)))
         return [Token(self.outputs[request][request.made]) for request in work.asking]
+
+    def send(self, request: EngineRequest, table: list[int]) -> VirtualCache:  # noqa: ARG002 -- as executors do
+        """Send a prompt's cache over one link, after those before it."""
+        begin = max(self.now, self.sent[-1].time if self.sent else 0.0)
+        self.sent.append(VirtualCache(self, begin + self.costs.transfer_seconds(request.prompt)))
+        return self.sent[-1]
+
+    def receive(self, cache: SentCache, table: list[int]) -> None:
+        """Nothing is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +81,10 @@ def serve_events(engine: Engine, executor: VirtualExecutor, events: Sequence[Eve
             event = coming.pop()
             (engine.cancel if event.cancelled else engine.submit)(event.request)
         if not engine.step():
-            if not coming:
+            away = [cache.time for cache in executor.sent if not cache.arrived]
+            if away and engine.scheduler.waiting:
+                executor.now = min(away)
+            elif not coming:
                 return
-            executor.now = max(executor.now, coming[-1].time)
+            else:
+                executor.now = max(executor.now, coming[-1].time)

@@ -37,6 +37,7 @@ class ServeResult(Answer):
     Args:
         model: that was served; hardware, software: on what.
         replicas: engines that shared the requests.
+        prefill: of these, those that only prefilled.
         seconds, busy: from the first moment to the last, and of these in steps, of all engines together.
         requests, finished: that are over, and of these those with all their tokens.
         prompt_tokens, output_tokens: of the finished ones.
@@ -65,6 +66,7 @@ class ServeResult(Answer):
     simulated_ttft: tuple[float, ...] | None
     simulated_tpot: tuple[float, ...] | None
     costs_source: str | None
+    prefill: int = 0
 
 
 def serve_report(result: ServeResult, inputs: Mapping[str, Any]) -> Report:
@@ -72,7 +74,9 @@ def serve_report(result: ServeResult, inputs: Mapping[str, Any]) -> Report:
     answer = f"{result.model} on {result.hardware}: no request was finished in {format_time(result.seconds)}"
     if result.ttft:
         rate = f"{result.output_tokens / result.busy:,.3g} tokens/s in its steps"
-        if result.replicas > 1:
+        if result.prefill:
+            rate = f"{result.prefill:,} of {result.replicas:,} engines prefill; each {rate}"
+        elif result.replicas > 1:
             rate = f"{result.replicas:,} replicas, each {rate}"
         answer = (
             f"{result.model} on {result.hardware}: {result.finished:,} of {result.requests:,} requests finished, "
@@ -87,6 +91,7 @@ def serve_report(result: ServeResult, inputs: Mapping[str, Any]) -> Report:
             "hardware": result.hardware,
             "software": result.software,
             "replicas": result.replicas,
+            "prefill_replicas": result.prefill,
             "seconds": result.seconds,
             "busy_s": result.busy,
             "requests": result.requests,

@@ -19,7 +19,7 @@ import numpy as np
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.paged import PagedStep, Rows
 from meshwise.runtime.params import Run, Tree
-from meshwise.runtime.steps import ROW, Bucket, PagedModel, StepArrays
+from meshwise.runtime.steps import ROW, Bucket, PagedModel, Pool, StepArrays
 from meshwise.runtime.weights import LoadableWeights
 
 #: Weights, or caches, of each layer in order.
@@ -70,8 +70,24 @@ class LayeredModel(PagedModel):
 
     def empty_pool(self) -> Any:
         """Pages of zeros, of each layer."""
-        abstract = [self._abstract_pages(run) for run, _ in self._order]
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), self._whole_pool)
+
+    @property
+    def _whole_pool(self) -> Any:
+        return [self._abstract_pages(run) for run, _ in self._order]
+
+    def _read_pages(self, pool: PerLayer, table: jax.Array) -> Pool:
+        each: dict[str, list[Any]] = {}
+        for (run, _), own in zip(self._order, pool, strict=True):
+            each.setdefault(run.key, []).append(super()._read_pages(own, table))
+        return {key: jax.tree.map(lambda *layers: jnp.concatenate(layers), *own) for key, own in each.items()}
+
+    def _write_pages(self, pool: PerLayer, pages: Pool, table: jax.Array) -> PerLayer:
+        made = []
+        for (run, number), own in zip(self._order, pool, strict=True):
+            layer = jax.tree.map(lambda p, n=number: p[n : n + 1], pages[run.key])
+            made.append(super()._write_pages(own, layer, table))
+        return made
 
     def _abstract_pages(self, run: Run) -> Mapping[str, jax.ShapeDtypeStruct]:
         return jax.tree.map(

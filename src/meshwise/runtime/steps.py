@@ -7,7 +7,7 @@ follows from logits (`sampling`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -130,6 +130,52 @@ class PagedModel(Decoder):
     def empty_pool(self) -> Pool:
         """A pool of zeros, where it is held."""
         return dict(zeros(self.abstract_pool))
+
+    # Caches of single sequences, on their way from one pool to another
+
+    def abstract_pages(self, count: int) -> Pool:
+        """Shapes, formats and shardings of as many pages of every layer: [layers, count, page, heads, width]."""
+        return jax.tree.map(self._some_pages(count), self.abstract_pool)
+
+    def _some_pages(self, count: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
+        def some(a: Any) -> jax.ShapeDtypeStruct:
+            held = NamedSharding(a.sharding.mesh, PartitionSpec(None, *a.sharding.spec))
+            return jax.ShapeDtypeStruct((a.shape[0] // self.pages, count, *a.shape[1:]), a.dtype, sharding=held)
+
+        return some
+
+    def compile_pages(self, count: int) -> tuple[Any, Any]:
+        """Programs that read, (pool, table) -> pages, and write, (pool, pages, table) -> pool, so many pages.
+
+        Of the table int32 [count] those below 0 are none. The pool that is written to is donated.
+        """
+        pages, table = self.abstract_pages(count), jax.ShapeDtypeStruct((count,), jnp.int32)
+        pool = self._whole_pool
+        read = jax.jit(self._read_pages, out_shardings=jax.tree.map(lambda a: a.sharding, pages))
+        held = jax.tree.map(lambda a: a.sharding, pool)
+        write = jax.jit(self._write_pages, out_shardings=held, donate_argnums=0)
+        return read.lower(pool, table).compile(), write.lower(pool, pages, table).compile()
+
+    @property
+    def _whole_pool(self) -> Any:
+        return self.abstract_pool
+
+    def _places(self, pool: jax.Array, table: jax.Array) -> jax.Array:
+        """Where the pages of all layers are in a pool [layers, count]; those that are none lie beyond it."""
+        layers = jnp.arange(pool.shape[0] // self.pages)[:, None]
+        return jnp.where(table < 0, pool.shape[0], table + layers * self.pages)
+
+    def _read_pages(self, pool: Any, table: jax.Array) -> Pool:
+        def read(pool: jax.Array) -> jax.Array:
+            return pool.at[self._places(pool, table)].get(mode="fill", fill_value=0)
+
+        return jax.tree.map(read, pool)
+
+    def _write_pages(self, pool: Any, pages: Pool, table: jax.Array) -> Any:
+        def write(pool: jax.Array, pages: jax.Array) -> jax.Array:
+            return pool.at[self._places(pool, table)].set(pages, mode="drop")
+
+        return jax.tree.map(write, pool, pages)
 
     @cached_property
     def step(self) -> Any:

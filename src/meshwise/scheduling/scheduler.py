@@ -86,7 +86,7 @@ class Scheduler(Generic[R]):
     def takes_another(self) -> bool:
         """Whether the one request that waits may be taken in before one is done; its blocks aside."""
         return (
-            self._policy != "decode-first"
+            (self._policy != "decode-first" or bool(self.ready))
             and len(self.ready) + len(self.waiting) == 1
             and self.running.count < self.scheduling.max_batch
         )

@@ -55,10 +55,6 @@ RULES: EngineRules = (
     ),
     Rule(lambda c: bool(_why(c)), "model {c.model.name}", _why, "another engine"),
     Rule(
-        lambda c: c.apart,
-        "mode=disaggregated", "it does not send caches to other engines", "--mode aggregated",
-    ),
-    Rule(
         lambda c: c.chip.devices_per_chip > 1,
         "chip {c.chip.title}", "JAX sees several devices in each", "a chip with one device",
     ),
