@@ -245,6 +245,12 @@ def test_every_stop_of_a_slider_is_a_link_that_answers(page, name):
             assert found.status_code == 200, (one.name, href, text_of(found.text)[:900])
 
 
+def test_a_problem_has_sliders_for_what_its_working_uses():
+    """Its question gives the sizes of the whole model, the bytes of one layer's activations need three numbers."""
+    stops = stops_of(answer(*parse_command("meshwise book training.q3.layer_tp")), {})
+    assert {one.name for one in stops} == {"batch", "D", "X", "MY", "W_ici_bidi"}
+
+
 def test_a_point_of_the_front_is_a_link_and_is_estimated_alike(page):
     """Its words are the slider's, its estimate has its numbers; a point that there is not chooses none."""
     verb, pairs = parse_command("meshwise plan serve llama-3-8b --on h100:8 --prompt 1024 --output 256 --no-simulate")

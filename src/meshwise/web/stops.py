@@ -7,11 +7,11 @@ Not here: what a value does to the answer (`commands`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.book import catalog_constants, problems
+from meshwise.book import Problem, catalog_constants, problems, solve
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count
 from meshwise.models import load_model
@@ -235,13 +235,27 @@ def _book(answered: Answered, data: _Json) -> Iterator[Stops]:
         if isinstance(base, int) or base == int(base) < _WHOLE:
             numbers = {n for n in numbers if n == int(n)}
         own = float(changes.get(name, base)) if _is_number(changes.get(name, "0")) else base
+        others = {key: text for key, text in changes.items() if key != name}
+        if not _counts_in(problem, others, name, numbers):
+            continue
         values = {}
         for number in sorted({*numbers, own}):
-            new = {key: text for key, text in changes.items() if key != name}
-            new |= {} if number == base else {name: _plain(number)}
+            new = others | ({} if number == base else {name: _plain(number)})
             asked = ",".join(f"{key}={text}" for key, text in new.items()) or None
             values[_plain(number)] = link("book", changed("book", answered.pairs, set=asked, answer=None))
         yield Stops(name, values, _plain(own))
+
+
+def _counts_in(problem: Problem, others: Mapping[str, str], name: str, numbers: Iterable[float]) -> bool:
+    """Whether a number of a problem is in its working; several questions often share what they give."""
+    found = set()
+    for number in numbers:
+        try:
+            how = solve(problem, {**others, name: _plain(number)}).explanation
+        except MeshwiseError:
+            return True
+        found.add((how.substitution, how.result))
+    return len(found) > 1
 
 
 def _rule(answered: Answered, data: _Json) -> Iterator[Stops]:
