@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwise.core.errors import MissingDependencyError
+from meshwise.core.units import format_count
 
 Points = Sequence[tuple[float, float]]
 
@@ -158,6 +159,27 @@ class Beside:
         yield grid
 
 
+def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """At most so many round numbers of a logarithmic axis: 1, 2 and 5 of each power of ten, else 1 and 3, else 1.
+
+    Of a span that has too few of these, multiples of a round step.
+
+    >>> round_ticks(3, 70), round_ticks(90, 20000), round_ticks(0.081, 0.093)
+    ([5.0, 10.0, 20.0, 50.0], [100.0, 300.0, 1000.0, 3000.0, 10000.0], [0.085, 0.09])
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        every = [step * 10.0**k for k in range(first, last + 1) for step in steps]
+        inside = [tick for tick in every if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+        if len(inside) <= most:
+            break
+    if len(inside) > 1:
+        return inside[:: math.ceil(len(inside) / most)]
+    unit = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(unit * n for n in (1, 2, 5, 10) if high - low <= most * unit * n)
+    return [float(f"{n * step:.9g}") for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def _share(value: float, span: tuple[float, float]) -> float:
     """Where `value` stands in `span` on a logarithmic scale, 0 to 1 inside."""
     return math.log(value / span[0]) / math.log(span[1] / span[0])
@@ -208,8 +230,14 @@ def write_svg(points: Points, names: Sequence[str], x_title: str, y_title: str, 
     axes = figure.subplots()
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     axes.loglog(xs, ys, "o-" if joined else "o")
-    for (x, y), name in zip(points, names, strict=True):
-        axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 5), fontsize="small")
+    middle = math.sqrt(min(xs) * max(xs))
+    for number, ((x, y), name) in enumerate(zip(points, names, strict=True)):  # inside of the frame, beside the line
+        side, aside = ("left", 5) if x <= middle else ("right", -5)
+        up = -12 if joined and x > middle and ys[number - 1] > y else 5
+        axes.annotate(name, (x, y), textcoords="offset points", xytext=(aside, up), fontsize="small", ha=side)
+    if joined:
+        axes.set_xticks(xs, [f"{x:,.6g}" for x in xs])
+        axes.minorticks_off()
     axes.set(xlabel=x_title, ylabel=y_title)
     axes.grid(visible=True, which="both", alpha=0.3)
     return svg_of(figure)
@@ -271,6 +299,14 @@ def new_figure(width: float, height: float) -> Any:
 
 def svg_of(figure: Any) -> str:
     """Write a figure as SVG, without a date, so that equal figures are equal files."""
+    from matplotlib.ticker import FixedLocator  # noqa: PLC0415  (an optional extra, which made the figure)
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if axis.get_scale() == "log" and not isinstance(axis.get_major_locator(), FixedLocator):
+            low, high = sorted(axis.get_view_interval())
+            ticks = round_ticks(low, high, 8)
+            axis.set_ticks(ticks, [f"{tick:,.6g}" if tick < 1e6 else format_count(tick) for tick in ticks])
+            axis.set_ticks([], minor=True)
     target = io.StringIO()
     figure.savefig(target, format="svg", metadata={"Date": None})
     return target.getvalue()

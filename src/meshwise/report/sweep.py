@@ -291,7 +291,7 @@ def sweep_svg(sweep: Sweep, axes: tuple[str, str]) -> str:
     if min(heights) > 0 and max(heights) >= 4 * min(heights):
         drawn.set_yscale("log")
     else:
-        drawn.set_ylim(bottom=0)
+        drawn.set_ylim(0, 1.08 * max(heights) or None)
     drawn.set(xlabel=across, ylabel=up)
     drawn.grid(visible=True, alpha=0.3)
     if len(lines) > 1:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
+from meshwise.report.chart import round_ticks
 from meshwise.web.html import table
 
 #: Pixels: of a chart's height, and of the room for its labels above and below.
@@ -41,16 +42,6 @@ class Axis:
         """Where a value stands, 0 to 1, clipped to the ends."""
         at = math.log(value / self.low) / math.log(self.high / self.low)
         return min(max(at, 0.0), 1.0)
-
-    def ticks(self, most: int = 5) -> list[float]:
-        """At most so many round numbers: of each power of ten 1, 2 and 5, else 1 and 3, else 1."""
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        for steps in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
-            every = [step * 10.0**k for k in range(first, last + 1) for step in steps]
-            inside = [tick for tick in every if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
-            if len(inside) <= most:
-                break
-        return inside[:: math.ceil(len(inside) / most)] if len(inside) > 1 else [self.low, self.high]
 
 
 def figure(
@@ -128,7 +119,7 @@ class Plot:
     def svg(self, kind: str = "plot") -> Markup:
         """The picture, of a class; the numbers of the axis up stand beside it."""
         grid, beside = Markup(), Markup()
-        for value in self.x.ticks():
+        for value in round_ticks(self.x.low, self.x.high):
             across = self.at(value, self.y.low)[0]
             grid += Markup('<line class="grid" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>').format(
                 across, ABOVE, HEIGHT - BELOW
@@ -136,7 +127,7 @@ class Plot:
             grid += Markup('<text class="tick {}" x="{}" y="{}">{}</text>').format(
                 _anchor(self.x.share(value), 0.1), across, HEIGHT - BELOW + 16, self.x.show(value)
             )
-        named = [(self.at(self.x.low, value)[1], self.y.show(value)) for value in self.y.ticks()]
+        named = [(self.at(self.x.low, value)[1], self.y.show(value)) for value in round_ticks(self.y.low, self.y.high)]
         width = _LETTER * max(len(words) for _, words in named) + 8
         for down, words in named:
             grid += Markup('<line class="grid" x1="0" x2="100%" y1="{0}" y2="{0}"/>').format(down)
