@@ -28,6 +28,7 @@ html_show_sphinx = False
 html_copy_source = False
 html_extra_path = ["llms.txt"]
 html_static_path = ["_static"]
+smartquotes_action = "qe"  # two hyphens are an option's, no dash
 # Console blocks hold what commands print, which no lexer knows.
 highlight_language = "none"
 suppress_warnings = ["misc.highlighting_failure"]

@@ -12,11 +12,13 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import recorded
 from docutils import nodes
 from docutils.statemachine import StringList
+from pygments.lexer import RegexLexer, bygroups
+from pygments.token import Generic, Text
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -249,6 +251,13 @@ def _rewrite(file: Path, changes: Mapping[str, str]) -> None:
         file.write_text(text, encoding="utf-8")
 
 
+class Console(RegexLexer):
+    """Commands after a dollar; what they print is in no language, and is left alone."""
+
+    name = "console"
+    tokens: ClassVar = {"root": [(r"(\$ )((?:.*\\\n)*.*\n)", bygroups(Generic.Prompt, Text)), (r".*\n", Text)]}
+
+
 def missing_chapters(app: Sphinx) -> None:
     """Fail where a chapter of the book has no page."""
     have = {path.stem for path in (Path(app.srcdir) / "book").glob("*.md")}
@@ -265,4 +274,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("build-finished", recorded.write)
     app.connect("build-finished", mend)
     app.add_css_file("recorded.css")
+    app.add_css_file("site.css")
+    app.add_lexer("console", Console)
     return {"parallel_read_safe": True}
