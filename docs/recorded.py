@@ -14,7 +14,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from meshwise.book import CHAPTERS, Problem, problems, solve, units_like
+from meshwise.book import CHAPTERS, SLIPS, Problem, problems, solve, units_like
 from meshwise.core.errors import MeshwiseError
 
 #: Values of a slider, from a quarter of the question's own to four times it.
@@ -90,7 +90,7 @@ def write(app: Sphinx, exception: Exception | None) -> None:
         lists: dict[tuple[float, ...], int] = {}  # many problems vary the same number
         for varied in (number for p in own.values() for number in p["inputs"].values()):
             varied["values"] = lists.setdefault(tuple(varied["values"]), len(lists))
-        found = {"problems": own, "units": units, "lists": list(lists)}
+        found = {"problems": own, "units": units, "lists": list(lists), "slips": list(SLIPS.items())}
         text = json.dumps(found, separators=(",", ":"), allow_nan=False)
         (folder / f"{chapter}.js").write_text(f"recorded({text});\n", encoding="utf-8")
 

@@ -40,17 +40,18 @@ const build = (details, problem) => {
 };
 
 // Whether a reader's own answer is ours; a number is in the problem's unit, or in one that it names.
-const judged = (text, { answer, tolerance, unit }, units) => {
+const judged = (text, { answer, tolerance, unit }, { units, slips }) => {
   const given = text.trim();
   const letters = (words) => words.toLowerCase().replaceAll("×", "x").replace(/\s/g, "");
   const counted = (words) => (unit === "slice" ? letters(words).split("x").sort().join("x") : letters(words)); // a slice has no order
   if (typeof answer === "string") return counted(given) === counted(answer) ? "Right." : "Not so.";
   const [, digits, named] = given.match(/^([-+\d.,]+(?:e[-+]?\d+)?)\s*(.*)$/i) ?? [];
   if (digits === undefined || Number.isNaN(Number(digits.replaceAll(",", "")))) return `A number of ${unit}, please.`;
-  if (named && !(named in units)) return `Not so: ${named} is no unit of this answer, which is in ${unit}.`;
-  const number = Number(digits.replaceAll(",", "")) * (named ? units[named] : 1);
+  if (named && !(named in units[unit])) return `Not so: ${named} is no unit of this answer, which is in ${unit}.`;
+  const number = Number(digits.replaceAll(",", "")) * (named ? units[unit][named] : 1);
   if (Math.abs(number - answer) <= tolerance * Math.max(Math.abs(number), Math.abs(answer))) return "Right.";
-  return `Not so: ${shown(Number((number / answer).toPrecision(3)))} times as much. The unit is ${unit}.`;
+  const ratio = number / answer, slip = slips.find(([factor]) => Math.abs(Math.max(ratio, 1 / ratio) / factor - 1) < 0.006);
+  return `Not so: ${shown(Number(ratio.toPrecision(3)))} times as much${slip ? ` (mixed up: ${slip[1]}?)` : ""}. The unit is ${unit}.`;
 };
 
 // Problems that this reader has solved are marked, in the list of the page, too; only this browser knows them.
@@ -69,7 +70,7 @@ const solve = (place) => {
 };
 
 // A field for the reader's own answer.
-const check = (place, problem, units) => {
+const check = (place, problem, told) => {
   const form = document.createElement("form"), label = document.createElement("label");
   const field = document.createElement("input"), said = document.createElement("output");
   const words = `Your answer, ${problem.asks}`;
@@ -77,7 +78,7 @@ const check = (place, problem, units) => {
   label.append(`${words} `, field);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    said.textContent = judged(field.value, problem, units);
+    said.textContent = judged(field.value, problem, told);
     if (said.textContent === "Right.") solve(place);
   });
   form.append(label, Object.assign(document.createElement("button"), { textContent: "Check" }), said);
@@ -87,13 +88,10 @@ const check = (place, problem, units) => {
 addEventListener("beforeprint", () => document.querySelectorAll("details.worked, details.catalog").forEach((d) => { d.open = true; }));
 
 // Called by the chapter's own script with its problems, and the units in which they may be answered.
-window.recorded = ({ problems, units, lists }) => {
+window.recorded = ({ problems, lists, ...told }) => {
   for (const problem of Object.values(problems)) for (const input of Object.values(problem.inputs)) input.values = lists[input.values];
   const before = solved(), places = [...document.querySelectorAll("div.check")];
-  places.forEach((place) => {
-    const problem = problems[place.dataset.problem];
-    check(place, problem, units[problem.unit]);
-  });
+  places.forEach((place) => check(place, problems[place.dataset.problem], told));
   // The list of the page stands behind this script.
   addEventListener("DOMContentLoaded", () => places.filter((place) => before.includes(place.dataset.problem)).forEach(mark));
   for (const place of document.querySelectorAll("div.vary")) {

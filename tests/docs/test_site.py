@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from docutils.nodes import make_id
 from playwright.sync_api import sync_playwright
 
 import meshwise
@@ -65,7 +66,7 @@ def test_every_problem_is_in_its_chapter_and_in_the_index_of_words(site, chapter
         if problem.chapter == chapter:
             assert f"meshwise book {problem.id}" in page
             assert f">{problem.heading}</a>" in above
-            assert f">{problem.short}</a>" in above
+            assert f'href="#{make_id(problem.short)}"><span class="xref myst">{problem.short}</span></a>' in above
     assert f'"book/{chapter}"' in (site / "searchindex.js").read_text(encoding="utf-8")
 
 
@@ -167,7 +168,9 @@ def test_a_readers_own_answer_is_judged_and_what_is_solved_is_marked(site, brows
     page.goto((site / "book" / "roofline.html").as_uri())
     place = page.locator('div.check[data-problem="roofline.bcrit.bf16_v5e"]')
     for text, said in {
-        "120": "Not so: 0.499 times as much. The unit is tokens.",
+        "80": "Not so: 0.333 times as much (mixed up: forward and backward pass, or the axes of a torus?). "
+        "The unit is tokens.",
+        "100": "Not so: 0.416 times as much. The unit is tokens.",
         "many": "A number of tokens, please.",
         "240 ms": "Not so: ms is no unit of this answer, which is in tokens.",
         "0.24 ktokens": "Right.",

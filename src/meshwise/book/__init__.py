@@ -1,7 +1,7 @@
 """The book's problems, answered: questions as data, a module of workings for each chapter."""
 
 from meshwise.book.catalog import catalog_constants
-from meshwise.book.judging import Judgement, judge, units_like
+from meshwise.book.judging import SLIPS, Judgement, judge, units_like
 from meshwise.book.problems import (
     CHAPTERS,
     UNITS,
@@ -18,6 +18,7 @@ from meshwise.book.problems import (
 
 __all__ = [
     "CHAPTERS",
+    "SLIPS",
     "UNITS",
     "VERDICTS",
     "Derivation",

@@ -44,7 +44,7 @@ _SCALES: Mapping[str, float] = {
 }  # fmt: skip
 
 #: Slips that are told by their ratio.
-_SLIPS: Mapping[float, str] = {
+SLIPS: Mapping[float, str] = {
     2: "bytes a value, both directions, or FLOPs and MACs",
     3: "forward and backward pass, or the axes of a torus",
     8: "bits and bytes",
@@ -121,5 +121,5 @@ def _compared(number: float, ours: float, unit: str) -> str:
         return f"the problem's unit is {unit}"
     ratio = number / ours
     larger = max(ratio, 1 / ratio)
-    slip = next((words for factor, words in _SLIPS.items() if math.isclose(larger, factor, rel_tol=0.006)), "")
+    slip = next((words for factor, words in SLIPS.items() if math.isclose(larger, factor, rel_tol=0.006)), "")
     return f"{ratio:.3g} times as much, the problem's unit is {unit}" + (f" (mixed up: {slip}?)" if slip else "")
