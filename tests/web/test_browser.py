@@ -9,25 +9,51 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
 from meshwise.web.views import VIEWS
-from tests.web.conftest import BROWSER
+from tests.web.conftest import BROWSER, LONG
 
 pytestmark = [
     pytest.mark.slow,  # a browser, which opens each view five times
     pytest.mark.skipif(BROWSER is None, reason="needs a browser, chromium or google-chrome"),
 ]
 
+TRAINED = "/train?model=llama-3-8b&on=h100:16&batch-tokens=512Ki&seq-len=4096&layout=fsdp=16&changes=no"
+SERVED = "/serve?model=llama-3-8b&on=h100:8&batch=64&layout=tensor=8&prompt=1024&output=256&changes=no"
 PATHS = [
     "/",
     "/compare",
     "/about",
     *(f"/{name}" for name in VIEWS),
+    TRAINED,
+    SERVED,
     "/shard?b=--on v5e:2x2",
+    "/shard?expression=A[I_X, J] * B[J, K_Y] -> C[I_X, K]&mesh=X=4,Y=2&step=1&device=3",
+    "/chips?chip=h100",
+    "/rule?name=ridge&on=v5e",
+    "/book?problem=roofline",
+    "/book?problem=roofline.q2.Bcrit",
+    "/book?problem=roofline.q2.Bcrit&hint=yes",
+    "/book?errata=yes",
     "/train?model=no-such-model",
+    "/train?model=llama-3-8b&on=v5e:4x8&batch-tokens=many&seq-len=4096",
+    "/train?model=llama-3-70b&on=v5e&batch-tokens=64Ki&seq-len=4096",
+    "/trian",
 ]
 
 #: What can be reached by the key Tab, and is seen.
 REACHED = """[...document.querySelectorAll('a[href], button, input, select, summary, textarea')].filter(
     e => e.checkVisibility() && !e.disabled && e.tabIndex >= 0)"""
+
+#: Marks what has the focus; gives it where nothing shows that it has.
+FOCUSED = """(() => {
+    const e = document.activeElement;
+    e.setAttribute('data-reached', '');
+    return e === document.body || getComputedStyle(e).outlineStyle !== 'none' ? [] : [e.outerHTML];
+})()"""
+
+#: Controls that are too small to be touched.
+SMALL = f"""{REACHED}.filter(e => e.matches('button, input, select, summary, nav a, .mesh a'))
+    .filter(e => Math.min(e.getBoundingClientRect().height, e.getBoundingClientRect().width) < 24)
+    .map(e => e.outerHTML)"""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +105,8 @@ def test_a_view_is_whole_for_everybody(served, browser, path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/roofline", "/shard", "/book?problem=roofline.q2.Bcrit", "/model", "/rule?name=ridge&on=v5e"]
+    "path",
+    ["/roofline", "/shard", "/book?problem=roofline.q2.Bcrit", "/model", "/rule?name=ridge&on=v5e", TRAINED, SERVED],
 )
 def test_a_slider_moves_by_keys_and_back_undoes_the_move(served, browser, path):
     with opened(browser, served + path) as page:
@@ -102,15 +129,42 @@ def test_a_slider_moves_by_keys_and_back_undoes_the_move(served, browser, path):
         assert verdict(page) == after
 
 
-@pytest.mark.parametrize("path", ["/", "/roofline", "/train?model=llama-3-8b&on=h100:16&layout=fsdp=16"])
-def test_everything_is_reached_by_the_key_tab(served, browser, path):
-    with opened(browser, served + path) as page:
+@pytest.mark.parametrize("width", [320, 1280])
+@pytest.mark.parametrize("path", PATHS)
+def test_everything_is_reached_by_the_key_tab_and_shows_that_it_is(served, browser, path, width):
+    """What has the focus has an outline, and is large enough to be touched: 24 pixels, but for links in sentences."""
+    with opened(browser, served + path, viewport={"width": width, "height": 800}) as page:
         number = page.evaluate(f"{REACHED}.length")
-        for _ in range(number + 5):
+        unseen = []
+        for _ in range(number + page.locator("[tabindex='0']").count() + 2):
             page.keyboard.press("Tab")
-            page.evaluate("document.activeElement.setAttribute('data-reached', '')")
+            unseen += page.evaluate(FOCUSED)
         missed = page.evaluate(f"{REACHED}.filter(e => !e.hasAttribute('data-reached')).map(e => e.outerHTML)")
         assert not missed
+        assert not unseen
+        assert not page.evaluate(SMALL)
+
+
+def test_escape_closes_the_help_and_a_key_leads_to_the_form(served, browser):
+    with opened(browser, served + "/roofline", viewport={"width": 320, "height": 800}) as page:
+        page.keyboard.press("?")
+        page.locator("#help[open]").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#help[open]").wait_for(state="detached")
+        assert not page.locator("#f-expression").is_visible()
+        page.keyboard.press("/")
+        assert page.evaluate("document.activeElement.id") == "f-expression"
+
+
+def test_a_search_shows_its_latest_line_and_is_cancelled_by_a_key(served, browser):
+    with browser.new_context() as own:
+        page = own.new_page()
+        page.goto(served + LONG.replace("4096", "8192"), wait_until="commit")
+        page.locator(".progress p").nth(1).wait_for(state="attached")
+        assert page.locator(".progress p:visible").count() == 1
+        page.get_by_role("button", name="Cancel").press("Enter")
+        page.locator("#answer h2").wait_for()
+        assert page.locator(".searching").is_hidden()
 
 
 def test_the_front_is_dragged_by_the_pointer_and_moved_by_keys(served, browser):
