@@ -5,6 +5,7 @@ Input number K of seed N is always the same one, so a run goes on where it stopp
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
@@ -115,7 +116,7 @@ def torn_json(rng: random.Random, text: str) -> str:
                 other, name = rng.choice(places)
                 where[key] = json.loads(json.dumps(other[name]))
             case 2 if isinstance(where, dict):
-                where[rng.choice(_WORDS[:60])] = rng.choice(_VALUES)
+                where[rng.choice(_WORDS[:60])] = copy.deepcopy(rng.choice(_VALUES))
             case 3 if isinstance(where[key], int | float) and not isinstance(where[key], bool):
                 where[key] *= rng.choice((-1, 0, 2, 3, 0.5, 1e6, 1e-6, 1e30))
             case 4 if isinstance(where[key], str):
@@ -123,7 +124,7 @@ def torn_json(rng: random.Random, text: str) -> str:
             case 5 if isinstance(where[key], list) and where[key]:
                 where[key] = where[key] * rng.choice((0, 2, 50)) + [rng.choice(where[key])]
             case _:
-                where[key] = rng.choice(_VALUES)
+                where[key] = copy.deepcopy(rng.choice(_VALUES))
     made = json.dumps(value)
     return made if rng.random() < 0.95 else _torn_file(rng, made)
 
@@ -333,12 +334,13 @@ plan serve llama-3-8b --on h100:8 --prompt 1024 --output 256 --time-limit 5s --t
 def served(rng: random.Random) -> Input:
     """Endpoints, and loads sent to one that is not there."""
     words = list(rng.choice(_SERVED))
+    verb = _verb(words)
     for _ in range(rng.choice((1, 1, 2))):
         if rng.random() < 0.5:
-            at = rng.randrange(1, len(words))
+            at = rng.randrange(len(verb), len(words))
             words[at] = torn(rng, words[at])
         else:
-            name, values = rng.choice([o for o in _options(_verb(words)) if o[0] not in _ELSEWHERE])
+            name, values = rng.choice([o for o in _options(verb) if o[0] not in _ELSEWHERE])
             words += [name] if values is None else [name, rng.choice(values or _WORDS)]
     files = {"engine.json": _text("serving/engine.json"), "serving-plan.json": _text("serving/plan.json")}
     if rng.random() < 0.5:

@@ -9,7 +9,7 @@ import pytest
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.models.model import check_length
 from meshwise.search import Plan, estimate_layout, plan_training
-from meshwise.search.planner import is_usual
+from meshwise.search.completed import is_usual
 from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, SCHEDULES, parse_layout
 from meshwise.sharding.remat import REMAT_POLICIES
 from tests.search.asked import problem

@@ -8,8 +8,8 @@ import pytest
 from meshwise.exports import tools_for
 from meshwise.search.asked import SearchSpace
 from meshwise.search.candidates import candidate_table
+from meshwise.search.completed import training_limits
 from meshwise.search.network import LocalTables, SearchedNetwork
-from meshwise.search.planner import training_limits
 from meshwise.search.pricing import Pricing
 from meshwise.search.space import meshes, placements
 from meshwise.sharding.layout import Layout

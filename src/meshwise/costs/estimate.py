@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Einsum, Fused
-from meshwise.costs.evaluate import Costs, evaluate
+from meshwise.costs.evaluate import Costs, Local, evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import PlacedWires
@@ -230,13 +230,14 @@ def _checked_candidate(problem: TrainingProblem, layout: Layout) -> tuple[Layout
     return layout_candidate(problem.model, layout)
 
 
-def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Estimate:
+def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout, local: Local | None = None) -> Estimate:
     """Estimate one complete layout.
 
     Args:
         problem: model, job, cluster, calibration.
         fabric: the network, or the part of it that the layout uses.
         layout: with wires.
+        local: as `evaluate` takes it.
 
     Raises:
         LayoutError: when the layout does not fit the fabric.
@@ -246,7 +247,7 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) 
             f"layout {layout} uses {layout.num_chips:,} chips, the network has {math.prod(fabric.sizes):,}"
         )
     structure, candidates = _checked_candidate(problem, layout)
-    costs = evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout))
+    costs = evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), local)
     step = costs.step
     resources = {name: float(v) for name, v in step.resources.items()}
     busiest = max(resources, key=lambda name: resources[name])

@@ -62,6 +62,10 @@ class LocalBlock:
     memory: LocalMemory
 
 
+#: Of all blocks of a program.
+Local = tuple[LocalBlock, ...]
+
+
 def evaluate_local(
     problem: TrainingProblem,
     structure: LayoutChoices,

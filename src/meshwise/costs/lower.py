@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal, Self, TypeVar
 
 from meshwise.core.tensors import (
     Attention,
@@ -33,10 +33,53 @@ from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, Collective
 from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
 from meshwise.models import Model
 from meshwise.sharding.place import place_block, place_forward
-from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.serving import ServingLayoutChoices
 from meshwise.sharding.strategy import Strategy
+
+T = TypeVar("T")
+
+
+class Symbolic:
+    """What was lowered in some formats, before sizes are known; models of other sizes and depths share it.
+
+    Args:
+        precision: bytes per element.
+        optimizer: of training; None for serving.
+    """
+
+    def __init__(self, precision: Precision, optimizer: Optimizer | None = None) -> None:
+        self.precision = precision
+        self.optimizer = optimizer
+        self.symbols = Symbols()
+        self.ops = Distinct[LoweredOp]()
+        self.costs = Distinct[tuple[WeightedSum, Split, CollectiveKey]]()
+        self.copies = Distinct[Block]()
+        self._training: dict[tuple[int, LayoutChoices], LoweredTrainingBlock] = {}
+        self._serving: dict[tuple[int, Strategy], LoweredServingBlock] = {}
+
+    def training(self, copy: int, choices: LayoutChoices) -> LoweredTrainingBlock:
+        """One of `copies` in a training step."""
+        if (copy, choices) not in self._training:
+            placed = place_block(self.copies.values[copy], choices.strategy, remat_policy(choices.remat))
+            self._training[copy, choices] = LoweredTrainingBlock(placed, self)
+        return self._training[copy, choices]
+
+    def serving(self, copy: int, strategy: Strategy) -> LoweredServingBlock:
+        """One of `copies` in a step of serving."""
+        if (copy, strategy) not in self._serving:
+            placed = place_forward(self.copies.values[copy], strategy)
+            self._serving[copy, strategy] = LoweredServingBlock(placed, self)
+        return self._serving[copy, strategy]
+
+    def collectives(self) -> CollectiveLowering:
+        """What lowers the collectives of a block."""
+        return CollectiveLowering(self.symbols, self.costs, self.precision)
+
+    def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False) -> int:
+        """The number of a lowered operation; arguments as in `local_ops.lower_op`."""
+        return self.ops(lower_op(item, self.symbols, self.precision, routed=routed, bounded=bounded))
 
 
 class Lowered:
@@ -44,21 +87,17 @@ class Lowered:
 
     Args:
         program: of the model, in the formats of the job or the load.
-        precision: bytes per element.
-        optimizer: of training; None for serving.
+        symbolic: what is lowered already in these formats.
     """
 
-    def __init__(self, program: Program, precision: Precision, optimizer: Optimizer | None = None) -> None:
+    def __init__(self, program: Program, symbolic: Symbolic) -> None:
         self.program = program
-        self.precision = precision
-        self.optimizer = optimizer
-        self.symbols = Symbols()
-        self.ops = Distinct[LoweredOp]()
-        self.costs = Distinct[tuple[WeightedSum, Split, CollectiveKey]]()
+        self.symbolic = symbolic
+        self.symbols, self.ops = symbolic.symbols, symbolic.ops
+        self._copies = [symbolic.copies(replace(block, repeat=1)) for block in program]
         self._training: dict[LayoutChoices, tuple[LoweredTrainingBlock, ...]] = {}
-        self._training_blocks: dict[Hashable, LoweredTrainingBlock] = {}
         self._serving: dict[ServingLayoutChoices, tuple[LoweredServingBlock, ...]] = {}
-        self._serving_blocks: dict[Hashable, LoweredServingBlock] = {}
+        self._blocks: dict[Hashable, Any] = {}  # so that layout choices that do not matter to a block share it
 
     def training(self, choices: LayoutChoices) -> tuple[LoweredTrainingBlock, ...]:
         """The blocks of a training step.
@@ -81,12 +120,11 @@ class Lowered:
     ) -> LoweredTrainingBlock:
         """Lower one block; `rest` marks copies that a remat policy leaves out."""
         key = number, choices, rest
-        if key not in self._training_blocks:
+        if key not in self._blocks:
             named = replace(block, name=f"{block.name} (all kept)") if rest else block
-            once = _placed_once(replace(named, repeat=1), choices.strategy, choices.remat)
-            placed = replace(once, block=named)
-            self._training_blocks[key] = LoweredTrainingBlock(placed, self, rest)
-        return self._training_blocks[key]
+            one = self.symbolic.training(self._copies[number], choices)
+            self._blocks[key] = replace(one, placed=replace(one.placed, block=named), one=one, rest=rest)
+        return self._blocks[key]
 
     def serving(self, step: str, choices: ServingLayoutChoices) -> tuple[LoweredServingBlock, ...]:
         """The blocks of a serving step, of whose model this is the program."""
@@ -94,19 +132,22 @@ class Lowered:
             strategy, found = choices.strategy(step), []
             for number, block in enumerate(self.program):
                 own = _relevant_rules(strategy, block)
-                if (number, own) not in self._serving_blocks:
-                    self._serving_blocks[number, own] = LoweredServingBlock(place_forward(block, own), self)
-                found.append(self._serving_blocks[number, own])
+                if (number, own) not in self._blocks:
+                    one = self.symbolic.serving(self._copies[number], own)
+                    self._blocks[number, own] = replace(one, placed=replace(one.placed, block=block), one=one)
+                found.append(self._blocks[number, own])
             self._serving[choices] = tuple(found)
         return self._serving[choices]
 
-    def collectives(self) -> CollectiveLowering:
-        """What lowers the collectives of a block."""
-        return CollectiveLowering(self.symbols, self.costs, self.precision)
 
-    def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False) -> int:
-        """The number of a lowered operation; arguments as in `local_ops.lower_op`."""
-        return self.ops(lower_op(item, self.symbols, self.precision, routed=routed, bounded=bounded))
+class _Part(cached_property[T]):
+    """A part of a lowered block that does not depend on how many copies of it there are: worked out of one."""
+
+    def __get__(self, block: Any, owner: Any = None) -> Any:
+        if block is None or block.one is None:
+            return super().__get__(block, owner)
+        found = block.__dict__[self.attrname] = super().__get__(block.one, owner)
+        return found
 
 
 @dataclass(frozen=True)
@@ -115,11 +156,13 @@ class LoweredBlock(ABC):
 
     Args:
         placed: the block.
-        of: the program that it is a part of.
+        of: what its parts name.
+        one: one copy of it, whose parts it has; None for itself.
     """
 
     placed: PlacedBlock
-    of: Lowered = field(repr=False, compare=False)
+    of: Symbolic = field(repr=False, compare=False)
+    one: Self | None = field(default=None, repr=False, compare=False)
 
     @property
     def role(self) -> str:
@@ -131,9 +174,9 @@ class LoweredBlock(ABC):
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
         """Local operations by pass."""
 
-    @cached_property
+    @_Part
     def passes(self) -> Mapping[str, tuple[int, ...]]:
-        """Numbers of the same operations in the program."""
+        """Numbers of the same operations."""
         routed = any(isinstance(op, Route) for op in self.placed.block.ops)
         return {
             name: tuple(self.of.lower_op(i, routed=routed, bounded=name in _OF_ATTENTION) for i in items)
@@ -157,7 +200,7 @@ class LoweredTrainingBlock(LoweredBlock):
 
     rest: bool = False
 
-    @cached_property
+    @_Part
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
         """Local operations by pass."""
         items: dict[str, list[LocalOp]] = {"forward": [], "recompute": [], "backward": [], "weights": []}
@@ -170,19 +213,26 @@ class LoweredTrainingBlock(LoweredBlock):
                 items["recompute" if item.op.name in self.placed.recomputed else name].append(item)
         return {name: tuple(found) for name, found in items.items()}
 
-    @cached_property
+    @_Part
     def collectives(self) -> tuple[CollectiveTemplate, ...]:
         """What it sends."""
         assert self.of.optimizer is not None
         return self.of.collectives().of_training(self.placed, self.of.optimizer)
 
-    @cached_property
+    @_Part
+    def sent(self) -> frozenset[tuple[Split, Purpose]]:
+        """Groups of mesh axes, sorted, over which something is sent, and for what."""
+        p = self.placed
+        sent = (item for item in (*p.forward, *p.backward, *p.step) if isinstance(item, Transfer))
+        return frozenset((tuple(sorted(item.collective.mesh_axes)), item.purpose) for item in sent)
+
+    @_Part
     def memory(self) -> MemoryPlan:
         """What it holds."""
         assert self.of.optimizer is not None
         return memory_plan(self.placed, self.of.symbols, self.of.precision, self.of.optimizer)
 
-    @cached_property
+    @_Part
     def update(self) -> UpdatePlan:
         """What updating its weights takes."""
         assert self.of.optimizer is not None
@@ -207,7 +257,7 @@ class LoweredServingBlock(LoweredBlock):
     Its passes are "matmuls", "elementwise", "attention" (all that reads cached positions) and "states" (recurrences).
     """
 
-    @cached_property
+    @_Part
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
         """Local operations by pass."""
         items: dict[str, list[LocalOp]] = {}
@@ -216,33 +266,33 @@ class LoweredServingBlock(LoweredBlock):
                 items.setdefault(_serving_pass(item.op), []).append(item)
         return {name: tuple(found) for name, found in items.items()}
 
-    @cached_property
+    @_Part
     def collectives(self) -> tuple[CollectiveTemplate, ...]:
         """What it sends."""
         return self.of.collectives().of_forward(self.placed)
 
-    @cached_property
+    @_Part
     def weights(self) -> WeightedSum:
         """Bytes of one copy as stored, idle ones included."""
         return self._held_bytes(self.placed.weights)
 
-    @cached_property
+    @_Part
     def gathered(self) -> tuple[WeightedSum, tuple[WeightedSum, ...]]:
         """Bytes of weights as used, where they are gathered first: all of them, and each alone."""
         gathered = self.placed.gathered
         return self._held_bytes(gathered), tuple(self._held_bytes((h,)) for h in gathered)
 
-    @cached_property
+    @_Part
     def caches(self) -> WeightedSum:
         """Bytes of one copy's caches."""
         return self._held_bytes(self.placed.caches)
 
-    @cached_property
+    @_Part
     def moments(self) -> tuple[WeightedSum, ...]:
         """Activations that each operation holds."""
         return tuple(dict.fromkeys(self._moment(item) for item in chain(*self.items.values())))
 
-    @cached_property
+    @_Part
     def compiled_moments(self) -> tuple[WeightedSum, ...]:
         """The same where a compiler lets what is elementwise write over what it reads."""
         return tuple(
@@ -265,24 +315,24 @@ class LoweredServingBlock(LoweredBlock):
         )
 
 
+@lru_cache(maxsize=32)
+def _symbolic(precision: Precision, optimizer: Optimizer | None = None) -> Symbolic:
+    return Symbolic(precision, optimizer)
+
+
 @lru_cache(maxsize=256)
-def _placed_once(block: Block, strategy: Strategy, remat: str) -> PlacedBlock:
-    """One copy of a block; models of other sizes have the same."""
-    return place_block(block, strategy, remat_policy(remat))
-
-
-@lru_cache(maxsize=64)
 def lowered_training(model: Model, formats: Precision, tuning: FineTuning, optimizer: Optimizer) -> Lowered:
     """The training program of a model, with conversions to narrow formats and with adapters; lowered as it is used."""
-    return Lowered(with_adapters(narrowed(model.train_program(), formats), tuning), formats, optimizer)
+    return Lowered(with_adapters(narrowed(model.train_program(), formats), tuning), _symbolic(formats, optimizer))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def lowered_serving(
     model: Model, step: Literal["prefill", "decode"], formats: ServingPrecision, *, wide: bool
 ) -> Lowered:
     """A step of a model in the formats of its load; `wide` for layouts that split the residual width."""
-    return Lowered(quantised(model.serving_program(step, spread_norms=wide), formats), formats.formats)
+    program = quantised(model.serving_program(step, spread_norms=wide), formats)
+    return Lowered(program, _symbolic(formats.formats))
 
 
 def _relevant_choices(choices: LayoutChoices, block: Block) -> LayoutChoices:

@@ -98,7 +98,7 @@ def find_steps(trace: Trace, place: int, pattern: str | None = None) -> Steps:
 def _by_pattern(trace: Trace, place: int, pattern: str) -> Steps:
     try:
         wanted = re.compile(pattern)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"--step: expected a regular expression, found {pattern!r}: {error}") from None
     chosen = [m for m in trace.markers if wanted.search(m.name)]
     if not chosen:

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.problem import ServingProblem, TrainingProblem
@@ -178,7 +178,7 @@ def _of_dimensions(run: Row, vocab: int) -> tuple[Model, tuple[str, ...]]:
     usual = {"gated": ("yes", "no"), "tied": ("no", "yes")}  # of several that are as near, the first
     for values in itertools.product(*(usual[name] for name in open_ones)):
         chosen = dict(zip(open_ones, values, strict=True))
-        model = load_model(" ".join(f"{k}={v}" for k, v in {**said, **switches, **chosen}.items() if v is not None))
+        model = _decoder(" ".join(f"{k}={v}" for k, v in {**said, **switches, **chosen}.items() if v is not None))
         off = abs(model.parameters.total / 1e9 / run.params_b - 1) if run.params_b else 0.0
         tried.append((round(off, 9), model, chosen))
     off, model, chosen = min(tried, key=lambda each: each[0])
@@ -189,6 +189,12 @@ def _of_dimensions(run: Row, vocab: int) -> tuple[Model, tuple[str, ...]]:
     if off > 0.1:
         notes.append(f"{model.parameters.total / 1e9:,.1f}B parameters by its dimensions, {run.params_b:,}B stated")
     return model, tuple(notes)
+
+
+@lru_cache(maxsize=512)
+def _decoder(dimensions: str) -> Model:
+    """A model of some dimensions: rows of one source often have the same."""
+    return load_model(dimensions)
 
 
 def _switches(run: Row, family: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from meshwise.scoring.rows import TrainingRun, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import Scenario, cluster_of, model_of
 from meshwise.scoring.sharing import read_sharing
 from meshwise.scoring.software import UNKNOWN, calibration_of
-from meshwise.search import estimate_layout
+from meshwise.search import complete_layout
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 
 
@@ -241,12 +241,12 @@ def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str 
     try:
         scenario = build_scenario(run, calibration, unseen)
         measured = measured_bytes(run) if run.is_memory else measured_seconds(run, scenario.problem.model)
-        plan = estimate_layout(scenario.problem, scenario.layout, memory_share=1.0).plans[0]
+        plan = complete_layout(scenario.problem, scenario.layout, memory_share=1.0)
         for other in _other_readings(scenario):
             if not _overflows(_spared(scenario, plan.estimate)[0], plan.estimate):
                 break
             scenario = other
-            plan = estimate_layout(scenario.problem, scenario.layout, memory_share=1.0).plans[0]
+            plan = complete_layout(scenario.problem, scenario.layout, memory_share=1.0)
     except MeshwiseError as error:
         return Refusal(run, str(error))
     estimate, step, likely = plan.estimate, plan.estimate.step_time, None

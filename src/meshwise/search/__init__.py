@@ -5,9 +5,10 @@ Not here: what one layout costs (`costs`), and how an answer looks (`report`).
 
 from meshwise.search.asked import OBJECTIVES, SearchResult, SearchSpace
 from meshwise.search.baselines import Baseline, baselines
+from meshwise.search.completed import MAX_MEMORY, complete_layout, training_limits
 from meshwise.search.constraints import Constraints, most_seconds_per_token, parse_fixed, parse_forbidden
 from meshwise.search.plan import NOT_SEARCHED, Plan
-from meshwise.search.planner import MAX_MEMORY, PlanResult, estimate_layout, plan_training, training_limits
+from meshwise.search.planner import PlanResult, estimate_layout, plan_training
 from meshwise.search.ranking import FRONT_SPAN, Found
 from meshwise.search.search import search
 from meshwise.search.studies import Point, Scaling, Sensitivity, scale_training, sensitivity
@@ -28,6 +29,7 @@ __all__ = [
     "SearchSpace",
     "Sensitivity",
     "baselines",
+    "complete_layout",
     "estimate_layout",
     "most_seconds_per_token",
     "parse_fixed",

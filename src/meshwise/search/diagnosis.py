@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.spread import likely_interval, relative_spread
+from meshwise.search.completed import MAX_MEMORY, check_request, is_usual, search_layout
 from meshwise.search.plan import Plan
-from meshwise.search.planner import MAX_MEMORY, check_request, is_usual, search_layout
 from meshwise.search.tools import Tool
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest, parse_layout
 from meshwise.sharding.remat import REMAT_POLICIES

@@ -17,8 +17,8 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.memory import LONGEST, engine_memory, longest_context, most
 from meshwise.hardware import Cluster
 from meshwise.models import Model
+from meshwise.search.completed import check_request, search_layout, training_limits
 from meshwise.search.plan import Plan
-from meshwise.search.planner import check_request, search_layout, training_limits
 from meshwise.search.serving.space import EngineLimits
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout

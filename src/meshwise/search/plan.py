@@ -19,6 +19,7 @@ from meshwise.core.files import parse_json
 from meshwise.core.units import format_time
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
+from meshwise.costs.evaluate import Local
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import STEPS, ServingProblem, TrainingProblem, check_context
@@ -88,9 +89,9 @@ class Plan:
         return f"<Plan: {on}, {self.layout}: {format_time(self.estimate.step_time.expected)} a step>"
 
     @classmethod
-    def of(cls, problem: TrainingProblem, layout: Layout, fabric: Fabric) -> Plan:
-        """Estimate `layout`."""
-        estimate = estimate_training(problem, fabric, layout)
+    def of(cls, problem: TrainingProblem, layout: Layout, fabric: Fabric, local: Local | None = None) -> Plan:
+        """Estimate `layout`; `local` as `evaluate` takes it."""
+        estimate = estimate_training(problem, fabric, layout, local)
         return cls(problem, layout, fabric, estimate, training_run(problem, estimate))
 
     @property
@@ -328,8 +329,7 @@ def _cluster_and_model(value: Document) -> tuple[Cluster, Model]:
     name, document, price = (value[key] for key in ("cluster", "cluster_document", "price_usd_per_chip_hour"))
     if document:
         cluster = read_cluster(document, name=name, where="plan JSON: cluster_document")
-        chip = cluster.chip if price is None else cluster.chip.replace(price_per_chip_hour=price)
-        cluster = cluster.replace(chip=chip)
+        cluster = cluster if price is None else cluster.replace(chip=cluster.chip.replace(price_per_chip_hour=price))
     else:
         cluster = parse_cluster(name, price=price)
     return cluster, read_model_json(json.dumps(value["model"]))

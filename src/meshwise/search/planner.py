@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,37 +17,21 @@ from meshwise.core.errors import InfeasibleError, LayoutError, UnknownNameError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import format_time
 from meshwise.costs.makespans import PipelineShape
-from meshwise.costs.offload import check_offload
-from meshwise.costs.pipeline import Pipeline, fills
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
 from meshwise.search.asked import OBJECTIVES, SearchResult, SearchSpace
 from meshwise.search.baselines import Baseline, baselines, variations
 from meshwise.search.bounds import ideal_chip_seconds_per_token
-from meshwise.search.candidates import Choices, batch_cuts
-from meshwise.search.constraints import Constraints, asked_choices, most_seconds_per_token
-from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, nothing_found, over_limit, too_much
+from meshwise.search.completed import MAX_MEMORY, check_sizes, completed, is_usual, training_limits
+from meshwise.search.constraints import Constraints, most_seconds_per_token
+from meshwise.search.limits import Wanted, find_best, find_fewest, nothing_found, over_limit, too_much
 from meshwise.search.network import LocalTables
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
 from meshwise.search.reasons import winner_reasons
-from meshwise.search.search import search
-from meshwise.search.space import Limits, parts_of
 from meshwise.search.tools import Tool
 from meshwise.search.until import OutOfTime
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest, layout_words
-from meshwise.sharding.remat import check_remat
-
-#: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
-#: of memory is worth less than one that is half a percent slower.
-MAX_MEMORY = 0.9
-
-#: Fewest positions that a context shard may hold: one tile of the matrix unit.
-_MIN_POSITIONS = 128
-
-
-#: Share of a step by which placements are not told apart where nothing fits.
-_NO_SLOWER = 0.02
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,25 +60,6 @@ class PlanResult(Answer):
     constraints: Constraints = field(default_factory=Constraints)
     most_speedup: float = math.inf
     sensitivity: tuple[Any, ...] = ()
-
-
-def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
-    """What meshes make sense: heads, experts and layers bound their axes; a context shard has a tile of positions."""
-    sizes, job = problem.model.sizes, problem.job
-    heads = max((int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1)
-    experts = min((int(v) for k, v in sizes.items() if k.partition(".")[0] == "E"), default=1)
-    unbounded = problem.cluster.num_chips
-    largest = {
-        "tensor": heads,
-        "context": max(1, int(job.seq_len) // _MIN_POSITIONS),
-        "ulysses": heads,
-        "expert": experts,
-        "fsdp": unbounded,
-        "data": unbounded,
-        "stage": problem.model.num_layers,
-    }
-    divides = {"context": int(job.seq_len), "ulysses": int(job.seq_len), "expert": experts}
-    return Limits(largest, job.sequences * (1 + job.batch_slack), divides, dict(fixed or {}))
 
 
 def plan_training(
@@ -267,53 +232,8 @@ def estimate_layout(
         LayoutError: the layout cannot be placed on this model, job and cluster; says which constraint and the nearest
             that can.
     """
-    check_request(problem, request)
-    exact = replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
-    # What is missing at the end is memory: the leanest way says by how much.
-    given, shares = dict.fromkeys((exact, problem)), dict.fromkeys((memory_share, 1.0))
-    ways = list(itertools.product(dict.fromkeys((tools, ())), given, shares))
-
-    def searched(takers: tuple[Tool, ...], given: TrainingProblem, share: float) -> SearchResult:
-        return search_layout(given, request, takers, share, progress)
-
-    result, share = searched(*ways[0]), ways[0][-1]
-    if not result.best and not searched(*ways[-1]).best:  # what does not fit in the widest way fits in none
-        result, share = searched((), problem, math.inf), math.inf
-    for way in ways[1:]:
-        if result.best:
-            break
-        result, share = searched(*way), way[-1]
-    best = result.front[-1:] if math.isinf(share) else result.best
-    plan = Plan.of(problem, best[0].layout, best[0].fabric)
-    if not plan.estimate.fits:
-        plan = _usually_placed(plan)
+    plan, result, share = completed(problem, request, tools, memory_share, progress)
     return PlanResult((plan,), (*_why_fuller(plan), *winner_reasons(plan, problem.network)), (), result, share)
-
-
-def _usually_placed(plan: Plan) -> Plan:
-    """The same with its axes nested as tools number their ranks, tensor innermost, where that is no slower to speak of.
-
-    Memory chose everything else of a layout that does not fit; a placement that is a hair faster only asks why.
-    """
-    if plan.fabric.dimensions[0].torus:  # where compilers place axes
-        return plan
-    left, placed = [d.size for d in plan.fabric.dimensions], []
-    for axis in MESH_AXES:
-        size, extents = plan.layout.sizes[axis], []
-        for number, free in enumerate(left):
-            extents.append(math.gcd(size, free))
-            size, left[number] = size // extents[-1], free // extents[-1]
-        if size > 1:  # its sizes nest in no such way
-            return plan
-        placed.append((axis, tuple(extents)))
-    usual = Plan.of(plan.problem, replace(plan.layout, wires=tuple(placed)), plan.fabric)
-    times = [p.estimate.step_time.expected for p in (plan, usual)]
-    return usual if times[1] <= times[0] * (1 + _NO_SLOWER) else plan
-
-
-def is_usual(plan: Plan) -> bool:
-    """Whether a plan fills no more of the HBM than plans do unless told otherwise."""
-    return plan.estimate.memory["total"] <= MAX_MEMORY * plan.estimate.hbm_capacity
 
 
 def _why_fuller(plan: Plan) -> Iterator[str]:
@@ -326,110 +246,6 @@ def _why_fuller(plan: Plan) -> Iterator[str]:
         )
 
 
-def search_layout(
-    problem: TrainingProblem,
-    request: LayoutRequest,
-    tools: tuple[Tool, ...],
-    memory_share: float,
-    progress: Callable[[str], None] = lambda _: None,
-) -> SearchResult:
-    """Search what a layout leaves open, filling so much of the HBM.
-
-    Raises:
-        LayoutError: it cannot be placed on the cluster, or the batch does not divide.
-    """
-    whole = problem.network
-    parts = [whole] if request.num_chips == problem.cluster.num_chips else parts_of(whole, request.num_chips)
-    if not parts:
-        raise LayoutError(
-            f"layout of {request.num_chips:,} chips: no box of {' x '.join(map(str, whole.sizes))} has that many; "
-            f"use all {problem.cluster.num_chips:,} chips, or a count that is a product of sizes within these"
-        )
-    space = SearchSpace(
-        training_limits(problem, request.sizes),
-        choices=_left_open(request),
-        micro_batch=request.choices.get("micro_batch"),
-        num_microbatches=request.choices.get("num_microbatches"),
-        memory_share=memory_share,
-        front=math.isinf(memory_share),
-        tools=tools,
-    )
-    result = search(problem, parts, space, top=1, progress=progress)
-    if not result.best and math.isinf(memory_share):
-        _check_schedule(problem, request)
-        raise batch_error(problem, request)
-    return result
-
-
-def _left_open(request: LayoutRequest) -> Choices:
-    """What a layout leaves to choose; whole policies, and nothing is offloaded unless it says so."""
-    asked = {"remat_layers": None, **request.choices} if request.choices.get("remat") != "full" else request.choices
-    return asked_choices({"offload": (), **asked})
-
-
-def _check_schedule(problem: TrainingProblem, request: LayoutRequest) -> None:
-    """Refuse a schedule that cannot run in any cut of the batch, or cuts the model too small, with its reason."""
-    names = (request.choices["schedule"],) if "schedule" in request.choices else ()
-    pieces = request.choices.get("virtual_stages", 2 if names == ("interleaved",) else 1)
-    replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
-    numbers = [m for _, m in batch_cuts(problem.job.sequences, problem.job.batch_slack, replicas)]
-    for name in names:
-        pipeline, layers = Pipeline.of(name, request.sizes["stage"], 1, pieces), problem.model.num_layers
-        if not fills(layers, pipeline):
-            raise LayoutError(
-                f"layout: schedule={name} cuts the model into {pipeline.num_chunks:.0f} pieces, at least a layer each; "
-                f"it has {layers} layers: use fewer stages{' or virtual_stages' if name == 'interleaved' else ''}"
-            )
-        shapes = [PipelineShape(request.sizes["stage"], m, pieces) for m in numbers]
-        reasons = [find_schedule(name).why_not(s) for s in shapes]
-        if reasons and all(reasons):
-            raise LayoutError(f"layout: schedule={reasons[-1]}")
-
-
-def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
-    """Refuse a layout that the model or the job rules out.
-
-    Raises:
-        LayoutError: with the constraint and the nearest size that works.
-        UnknownNameError: for operations that the model's layers do not have.
-    """
-    limits, sizes = training_limits(problem), request.sizes
-    for axis, what in (("tensor", "query heads"), ("stage", "layers")):
-        most = limits.largest[axis]
-        if sizes[axis] > most:
-            raise LayoutError(
-                f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less"
-            )
-    check_remat(request.choices.get("remat", ""), problem.train_program())
-    check_offload(problem.cluster.chip, request.choices.get("offload", ()))
-    _check_sizes(problem, sizes, "layout")
-
-
-def _check_sizes(problem: TrainingProblem, sizes: Mapping[str, int], where: str) -> None:
-    """Refuse axes that have nothing to split, or split it unevenly: experts, positions, heads."""
-    limits, expert, ulysses = training_limits(problem), sizes["expert"], sizes["ulysses"]
-    if expert > 1 and not problem.model.mixtures:
-        raise LayoutError(
-            f"{where}: expert={expert}: {problem.model.name} has no experts to split; use data={expert} or "
-            f"fsdp={expert}"
-        )
-    experts, length, heads = limits.largest["expert"], int(problem.job.seq_len), limits.largest["ulysses"]
-    _check_divides("expert", expert, experts, f"{experts} experts", where)
-    _check_divides("context", sizes["context"], length, f"sequences of {length} tokens", where)
-    if ulysses > 1 and ulysses * sizes["tensor"] > heads:
-        raise LayoutError(
-            f"{where}: ulysses={ulysses} x tensor={sizes['tensor']} is more than the model's {heads} query heads; "
-            f"use ulysses={max(1, heads // sizes['tensor'])} or less, and context for the rest"
-        )
-    _check_divides("ulysses", ulysses, length // sizes["context"], f"sequences of {length} tokens", where)
-
-
-def _check_divides(axis: str, size: int, length: int, what: str, where: str) -> None:
-    if length % size:
-        nearest = max(d for d in range(1, size + 1) if length % d == 0)
-        raise LayoutError(f"{where}: {axis}={size} does not divide {what}; use {axis}={nearest}")
-
-
 def _check_constraints(problem: TrainingProblem, constraints: Constraints) -> None:
     """Refuse what is fixed where the model or the schedule rules it out, whatever the batch.
 
@@ -438,7 +254,7 @@ def _check_constraints(problem: TrainingProblem, constraints: Constraints) -> No
     """
     where = "what is fixed"
     sizes = dict.fromkeys(MESH_AXES, 1) | constraints.sizes
-    _check_sizes(problem, sizes, where)
+    check_sizes(problem, sizes, where)
     name, stages = constraints.fixed.get("schedule"), sizes["stage"]
     if name is None or stages == 1:
         return

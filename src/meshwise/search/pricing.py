@@ -15,6 +15,7 @@ import numpy as np
 from meshwise.costs.evaluate import LocalBlock, evaluated, offloaded
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Wires
 from meshwise.costs.traffic import term_of
 from meshwise.search.bounds import CHUNK, Bounds, expanded
@@ -25,7 +26,7 @@ from meshwise.search.placement_bounds import IdealMapping, PlacementBounds, Plac
 from meshwise.search.ranking import Found
 from meshwise.search.space import WireTable, placements, undominated
 from meshwise.sharding.layout import MESH_AXES, Layout
-from meshwise.sharding.placed import Purpose, Transfer
+from meshwise.sharding.placed import Purpose
 
 #: Mesh axes of a group of chips.
 Group = tuple[str, ...]
@@ -244,32 +245,11 @@ class Pricing:
         variant = self.network.schedules[s]
         return Pipeline.of(variant.schedule, c.stage, c.num_microbatches, float(variant.virtual_stages))
 
-    def _groups(self, choices: LayoutChoices) -> tuple[tuple[Group, ...], tuple[tuple[Group, Group], ...]]:
-        """Every group of mesh axes that some collective runs over, and pairs of those that send at the same time.
-
-        Weights are sent beside collective matmuls, and beside rings.
-        """
-        if choices not in self.groups_of:
-            groups, beside, weights = set(), set(), set()
-            for block in self.problem.lowered.training(choices):
-                placed = block.placed
-                for item in (*placed.forward, *placed.backward, *placed.step):
-                    if isinstance(item, Transfer):
-                        axes = tuple(sorted(item.collective.mesh_axes))
-                        groups.add(axes)
-                        if item.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
-                            weights.add(axes)
-                        elif item.purpose in (Purpose.RING, Purpose.MATMUL) or (
-                            self.problem.calibration.collective_matmul and term_of(axes, item.purpose) == "tensor"
-                        ):
-                            beside.add(axes)
-            pairs = tuple((a, b) for a in sorted(beside) for b in sorted(weights))
-            self.groups_of[choices] = tuple(sorted(groups)), pairs
-        return self.groups_of[choices]
-
     def _placements(self, choices: LayoutChoices, ids: Index) -> list[Array]:
         """The undominated placements of meshes, each worked out when first asked for."""
-        groups, fabric = self._groups(choices), self.network.fabric
+        if choices not in self.groups_of:
+            self.groups_of[choices] = groups_that_send(self.problem, choices)
+        groups, fabric = self.groups_of[choices], self.network.fabric
         new = [int(i) for i in ids if (groups, int(i)) not in self.worthy]
         if new:
             options = [placements(fabric.sizes, tuple(int(n) for n in self.table.meshes[i])) for i in new]
@@ -281,3 +261,22 @@ class Pricing:
                 self.worthy[groups, i] = factors[kept[owner == k]]
                 self.counts[i] = int(counts[k])
         return [self.worthy[groups, int(i)] for i in ids]
+
+
+def groups_that_send(
+    problem: TrainingProblem, choices: LayoutChoices
+) -> tuple[tuple[Group, ...], tuple[tuple[Group, Group], ...]]:
+    """Every group of mesh axes that some collective runs over, and pairs of those that send at the same time.
+
+    Weights are sent beside collective matmuls, and beside rings.
+    """
+    groups, beside, weights = set[Group](), set[Group](), set[Group]()
+    for axes, purpose in (sent for block in problem.lowered.training(choices) for sent in block.sent):
+        groups.add(axes)
+        if purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
+            weights.add(axes)
+        elif purpose in (Purpose.RING, Purpose.MATMUL) or (
+            problem.calibration.collective_matmul and term_of(axes, purpose) == "tensor"
+        ):
+            beside.add(axes)
+    return tuple(sorted(groups)), tuple((a, b) for a in sorted(beside) for b in sorted(weights))

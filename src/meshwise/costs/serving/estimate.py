@@ -83,20 +83,21 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
     layout: ServingLayout = getattr(setup, step)
     if layout.wires is not None:
         return layout
-    best: tuple[float, ServingLayout] | None = None
-    for wiring in engine_axis_mappings(layout.sizes, fabric):
-        wires = wires_of(problem, fabric, wiring)
-        sizes = sizes_of_steps(problem, setup, step, last=1)
-        seconds = float(price_step(problem, step, layout.structure, sizes, wires).expected)
-        if best is None or seconds < best[0]:
-            best = seconds, layout.replace(wires=tuple(wiring.items()))
-    if best is None:
+    mappings = list(engine_axis_mappings(layout.sizes, fabric))
+    if not mappings:
         shape = " x ".join(f"{d.name} {d.size}" for d in fabric.dimensions)
         raise ClusterError(
             f"layout {layout}: an engine of {layout.engine_chips} chips cannot be laid on {shape}: each axis must be a "
             "product of divisors of these sizes"
         )
-    return best[1]
+
+    def seconds(wiring: AxisMapping) -> float:
+        sizes = sizes_of_steps(problem, setup, step, last=1)
+        wires = wires_of(problem, fabric, wiring)
+        return float(price_step(problem, step, layout.structure, sizes, wires).expected)
+
+    best = min(mappings, key=seconds) if len(mappings) > 1 else mappings[0]
+    return layout.replace(wires=tuple(best.items()))
 
 
 def estimate_serving(

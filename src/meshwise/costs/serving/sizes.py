@@ -150,7 +150,7 @@ def residual_bytes(problem: ServingProblem, step: Step, structure: ServingLayout
     """Bytes of the residual stream as a device holds it between layers."""
     x = Tensor("x", problem.model.residual_axes)
     lowered = problem.lowered(step, structure)
-    return lowered.symbols.held_bytes([Held(x, structure.strategy(step).home(x.axes))], lowered.precision)
+    return lowered.symbols.held_bytes([Held(x, structure.strategy(step).home(x.axes))], lowered.symbolic.precision)
 
 
 def _spans(program: Program, s: StepSizes) -> dict[str, Num]:

@@ -85,7 +85,7 @@ def decoded(raw: msgspec.Raw | bytes, kind: type[T], default: T) -> T:
         found = _DECODERS[kind] = msgspec.json.Decoder(kind, strict=False)
     try:
         value: T = found.decode(raw)
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return default
     return value
 
@@ -104,13 +104,13 @@ def read_document(data: bytes, where: str) -> Document:
         return _decode(data)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: expected trace events in Chrome's format, found other JSON: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         mended = _mended(data)
         if mended is None:
             raise ConfigError(f"{where}: not valid JSON: {error}; is the file complete?") from None
     try:
         return _decode(mended)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}; is the file complete?") from None
 
 
