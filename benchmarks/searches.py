@@ -3,6 +3,7 @@
     python benchmarks/searches.py            all of them, and a summary
     python benchmarks/searches.py --check    the same; exit code 1 where a bar is missed
     python benchmarks/searches.py 3 17       some, by their numbers
+    python benchmarks/searches.py --serve    `plan serve` on the largest networks: CPU-seconds and memory alone
 
 For each job, in CPU-seconds of `plan train` since its process began, imports included: until the search knew a first
 complete plan, until it knew one within 1 % of the best, and until it proved the best (and had found the simplest plan
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -104,6 +106,32 @@ JOBS = (
 )
 
 
+#: What is asked of `plan serve`: engines of every number of chips that divides the cluster's, on tori of three unequal
+#: dimensions, of mixtures whose experts take an axis.
+SERVED = tuple(
+    line.strip()
+    for line in f"""\
+    gpt-oss-120b --on tpu7x:4x4x576 --prompt 1024 --output 256
+    deepseek-v3 --on tpu7x:4x4x576 --prompt 1024 --output 256
+    llama-3-70b --on v5p:16x20x28 --prompt 1024 --output 256
+    qwen3-235b-a22b --on v5p:16x20x28 --prompt 2048 --output 512
+    kimi-k2 --on v5p:8x8x16 --prompt 32768 --output 1024
+    llama-4-maverick --on v5p:16x16x16 --prompt 1024 --output 256 --max-batch 4096
+    mixtral-8x22b --on v6e:16x16 --prompt 1024 --output 256 --chunk 512
+    qwen3-30b-a3b --on v4:8x16x16*2 --prompt uniform:128-2048 --output 256 --tool vllm
+    deepseek-v3 --on h100:1024 --prompt 4096 --output 512
+    deepseek-v3 --on gb200-nvl72:576 --prompt uniform:512-8192 --output lognormal:400:1:4000
+    deepseek-v3 --on h100:16384@meta-roce --prompt 1024 --output 256 --max-ttft 1s --max-tpot 30ms
+    llama-3.1-405b --on h100:4096 --prompt 8192 --output 1024 --mode disaggregated
+    glm-4.5 --on h200:1024 --prompt 100000 --output 2000 --max-ttft 5s --max-tpot 30ms
+    llama-3-8b --on h100:16384@meta-roce --prompt 1024 --output 256
+    nemotron-3-nano --on h100:4096@meta-roce --prompt 1024 --output 256
+    gpt-oss-120b --on gb200-nvl72:576,h100:1024,tpu7x:4x4x64 --prompt 1024 --output 256
+    llama-3-70b --cluster {_LARGEST} --prompt 1024 --output 256
+    deepseek-v3 --cluster {_LARGEST} --prompt 1024 --output 256""".splitlines()
+)
+
+
 @dataclass(frozen=True)
 class Measured:
     """CPU-seconds and bytes of one job; what there was not is None.
@@ -177,13 +205,36 @@ def missed(found: Sequence[Measured]) -> list[str]:
     return words + ([f"proved: {proved} of {len(found)} in {PROVED:g} s"] if proved < fewest else [])
 
 
+def serve(numbers: Sequence[int]) -> bool:
+    """Plan serving, each in a process of its own, and print a line each; whether all stay within the memory."""
+    fits = True
+    print(f"{'':>2} {'CPU-s':>6} {'MB':>5}  asked, answer")
+    for number in numbers:
+        asked = SERVED[number - 1]
+        command = [sys.executable, "-m", "meshwise", "plan", "serve", *asked.split()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:  # noqa: S603 -- our own words
+            assert process.stdout is not None
+            answer = process.stdout.read().partition("\n")[0]
+            _, _, used = os.wait4(process.pid, 0)
+            process.returncode = 0  # known by now
+        num_bytes = 1024.0 * used.ru_maxrss
+        fits &= num_bytes <= MEMORY
+        print(
+            f"{number:>2} {used.ru_utime + used.ru_stime:>6.1f} {num_bytes / 1e6:>5.0f}  {asked}: {answer}", flush=True
+        )
+    return fits
+
+
 def main() -> int:
     """Run the jobs and print the table."""
     parser = argparse.ArgumentParser(description="Forty searches: CPU-seconds and memory.")
     parser.add_argument("numbers", nargs="*", type=int, help="jobs, from 1; all by default")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help="the searches of `plan serve`")
     given = parser.parse_args()
+    if given.serve:
+        return 0 if serve(given.numbers or range(1, len(SERVED) + 1)) or not given.check else 1
     if given.alone is not None:
         print(json.dumps(asdict(run(JOBS[given.alone - 1]))))
         return 0

@@ -18,7 +18,7 @@ from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.estimate_serve import Lengths
 from meshwise.commands.requests import File, Flag, Request
 from meshwise.commands.simulate_serve import Count, Seconds, SimulateServeRequest, simulate_serve
-from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
+from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError, quoted
 from meshwise.core.explanation import Answer
 from meshwise.costs.machine import check_new, write_new
 from meshwise.jobs.traffic import MOST_REQUESTS
@@ -87,6 +87,14 @@ class LoadRequest(Request):
         return SimulateServeRequest(**given)
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that are no IPv6 address
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.netloc)
+
+
 @command(LoadRequest)
 def load(request: LoadRequest, *, progress: Tell = silent) -> LoadResult:
     """Send a load to an endpoint: what `meshwise load` answers, as values.
@@ -103,9 +111,8 @@ def load(request: LoadRequest, *, progress: Tell = silent) -> LoadResult:
         raise MissingDependencyError("load needs the library httpx: pip install 'meshwise[serve]'")
     from meshwise.engine.client import Client, Target, find_model  # noqa: PLC0415 -- an optional extra
 
-    parts = urlsplit(request.url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise MeshwiseError(f"expected an address such as http://127.0.0.1:8000, found {request.url!r}")
+    if not _is_address(request.url):
+        raise MeshwiseError(f"expected an address such as http://127.0.0.1:8000, found {quoted(request.url)}")
     url = request.url.rstrip("/").removesuffix("/v1")
     asked = request.simulated()
     wanted = asked.load()

@@ -262,8 +262,11 @@ class NetworkSearch:
     def _tell(self) -> None:
         """How far the search is: the share of what may have to be looked at, best bound first."""
         state, seconds = self.state, time.monotonic() - self.started
-        left = f", at most {format_time(seconds / self.share - seconds)} left" if self.share else ""
-        looked = f"{self.share:.0%} of {state.strategies:,} layouts{left}{state.ranking.words()}"
+        left = f", about {format_time(seconds / self.share - seconds)} left" if self.share else ""
+        share = f"{math.floor(100 * self.share)}% of {state.strategies:,} layouts{left}"
+        if self.share == 1:  # their bounds are known; those that may still be best are not all priced
+            share = f"pricing what is left of {state.strategies:,} layouts"
+        looked = f"{share}{state.ranking.words()}"
         gap = state.gap
         known = f"best possible within {format_percent(gap)}, still proving; " if gap < 1 else ""
         state.progress(f"searching {self.chips:,.0f} chips: {known}{looked}")

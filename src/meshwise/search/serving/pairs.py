@@ -53,6 +53,9 @@ class Pairs(Columns):
 #: More than any rate of requests.
 _FAR = 1e15
 
+#: Ratios of engines that are looked at together: their columns stay in the cache.
+_RATIOS = 1 << 16
+
 #: How often the fastest rows of each kind are asked which others they beat.
 _ROUNDS = 24
 
@@ -223,6 +226,11 @@ def _ratios(
     """
     (chips_in, rate_in), (chips_out, rate_out) = prefill, decode
     a = np.arange(1, int((chips - 1) // chips_in) + 1, dtype=float)[:, None]
+    most = max(_RATIOS // len(a), 1)
+    if len(rate_out) > most:
+        each = (slice(begin, begin + most) for begin in range(0, len(rate_out), most))
+        parts = [_ratios(chips, prefill, (chips_out[own], rate_out[own]), wanted) for own in each]
+        return np.concatenate([n for n, _ in parts]), np.concatenate([m for _, m in parts])
     room = (chips - a * chips_in) // chips_out
     needed = np.ceil(a * rate_in / rate_out - 1e-12)
     b = np.concatenate([np.minimum(room, needed), np.minimum(room, needed - 1)])
