@@ -146,8 +146,8 @@ def _worked(solution: Solution) -> Iterator[str]:
     yield f"**{how.result}**; {_plain(printed)}{VERDICTS[solution.verdict]}."
     yield ""
     yield "```text"
-    yield from textwrap.wrap(how.formula, 100)
-    yield from textwrap.wrap(f"= {how.substitution}", 100)
+    yield from textwrap.wrap(how.formula, 84)
+    yield from textwrap.wrap(f"= {how.substitution}", 84)
     yield f"$ meshwise book {problem.id}"
     yield from ([f"$ {solution.equivalent}"] if solution.equivalent else [f"no other command: {solution.no_command}"])
     yield "```"
