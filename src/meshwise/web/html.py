@@ -30,7 +30,7 @@ _TIES = re.compile(r"(?<=\d) (?=(?:%|x|[num]?s|[KMGT]i?B(?:/s)?)(?![\w/]))|(?<= 
 
 #: An option or an arrow, whose hyphens end no line; where a name, a layout or a formula may be broken.
 _WHOLE = re.compile(r"--[a-z][a-z-]*|-&gt;")
-_BREAKS = re.compile(r"(?<=[\w)])(?:[,.](?=[a-z])|[*/](?=[\w(]))", re.IGNORECASE)
+_BREAKS = re.compile(r"(?<=[\w)])(?:[,.](?=[a-z])|[*/](?!s\b)(?=[\w(])|\((?=\w))", re.IGNORECASE)
 
 
 def tied(text: str) -> Markup:
@@ -179,7 +179,8 @@ def _head(head: Sequence[str], right: Sequence[bool]) -> Markup:
 def _cells(row: Sequence[str | Markup], kinds: Sequence[Markup], named: Named, *, facts: bool) -> Markup:
     out = Markup()
     for number, (cell, kind) in enumerate(zip(row, kinds, strict=True)):
-        text = cell if isinstance(cell, Markup) else Markup("<br>").join(map(breakable, cell.strip().split("\n")))
+        broken = tied if "num" in kind else breakable
+        text = cell if isinstance(cell, Markup) else Markup("<br>").join(map(broken, cell.strip().split("\n")))
         if cell in named and (number == 0 or row[0] not in named):
             text = Markup('<a href="{}">{}</a>').format(named[cell], text)
         first = facts and number == 0 and text
