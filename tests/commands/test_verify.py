@@ -9,6 +9,7 @@ import pytest
 
 import meshwise
 from meshwise.commands.compile_worker import compile_apart
+from meshwise.commands.estimate_train import OWN_RUNTIME, plan_given
 from meshwise.commands.verify import compare_copy, verify, verify_best
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.hlo.groups import DeviceMesh
@@ -269,3 +270,11 @@ def test_a_compiler_that_stops_its_process_is_an_error_with_its_last_words(gpu_p
         CompilerError, match="compiling 2 layers of llama-3-8b: the compiler stopped with code 134: Check"
     ):
         compile_apart(gpu_plan, 2)
+
+
+def test_a_job_is_priced_as_the_program_that_is_compiled_unless_it_says_otherwise():
+    job = {"on": "h100:8", "batch_tokens": "64Ki", "seq_len": 4096, "layout": "fsdp=8,remat=full"}
+    assert plan_given("llama-3-8b", job, OWN_RUNTIME).problem.calibration.name == "fitted+xla"
+    assert plan_given("llama-3-8b", job).problem.calibration.name == "fitted"
+    other = plan_given("llama-3-8b", job | {"calibration": "operations"}, OWN_RUNTIME)
+    assert other.problem.calibration.name not in ("fitted", "fitted+xla")

@@ -84,3 +84,9 @@ def test_gradients_of_inputs_leave_the_block(block: Block, sizes: dict[str, floa
     kinds = {t.name: t.kind for op in block.ops for t in op.inputs}
     made = {op.output.name for op in backward(block)}
     assert {f"d_{name}" for name in block.inputs if kinds[name] is not Kind.INDEX} <= made
+
+
+def test_the_gradient_of_capped_logits_follows_from_what_the_cap_gave():
+    (head,) = (b for b in load_model("gemma-2-2b").train_program() if b.role == "head")
+    (op,) = (op for op in backward(head) if op.name.startswith("dscale.logits"))
+    assert [t.name for t in op.inputs] == ["d_logits.scaled", "logits.scaled"]

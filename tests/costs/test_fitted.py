@@ -117,15 +117,19 @@ def test_a_compiler_gathers_weight_by_weight_and_holds_no_activation_functions()
     full = replace(PLAIN.layout, remat="full")
     structure, candidates = layout_candidate(PLAIN.problem.model, full)
 
-    def blocks(*, compiled):
-        problem = replace(PLAIN.problem, calibration=replace(IDENTITY, compiled=compiled))
+    def blocks(*, compiled, cluster="v5e:2x4"):
+        calibration = replace(IDENTITY, compiled=compiled)
+        problem = replace(PLAIN.problem, cluster=parse_cluster(cluster), calibration=calibration)
         return [
             block.memory
             for block in evaluate_local(problem, structure, local_prices(problem, structure, candidates.local))[1:]
         ]
 
-    (eager, head), (compiled, same) = blocks(compiled=False), blocks(compiled=True)
-    assert same.beside == head.beside > 0  # logits are there in any case
+    (eager, head), (compiled, own) = blocks(compiled=False), blocks(compiled=True)
+    assert own.workspace == head.workspace > 0  # logits are there in any case
+    made = [block.beside + block.unreduced + block.at_once * block.gathered for block in (head, own)]
+    assert (head.at_once, own.at_once) == (1, 0)  # the head's weights are gone when their gradient is made
+    assert made[0] - made[1] == pytest.approx(head.unreduced, rel=0.01)
     sizes = PLAIN.problem.model.sizes
     query = sizes["N"] * sizes["H"]  # columns of the largest matrix
     columns = 2 * query + 2 * sizes["K"] * sizes["H"] + 3 * sizes["F"] + 2  # two norms
@@ -133,7 +137,9 @@ def test_a_compiler_gathers_weight_by_weight_and_holds_no_activation_functions()
     assert compiled.at_once == pytest.approx(2 * query / columns)  # the largest, and the next on its way
     assert compiled.workspace < eager.workspace
     assert (compiled.kept, compiled.gathered) == (eager.kept, eager.gathered)
-    assert memory(full, compiled=True)["total"] < memory(full)["total"]
+    layer, own_there = blocks(compiled=True, cluster="h100:8")  # where a layer's gradients wait for each other
+    assert layer == blocks(compiled=False, cluster="h100:8")[0]
+    assert own_there == own
 
 
 def test_half_output_by_hand():

@@ -1,5 +1,7 @@
 """Single operations against their formulas, values and gradients."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,3 +38,24 @@ def test_the_loss_is_minus_the_log_of_the_labels_probability_and_its_gradient_ta
     np.testing.assert_allclose(*wide, rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
     kept = [a for a in jax.tree.leaves(jax.vjp(own, logits)[1]) if a.shape == logits.shape]
     assert [a.dtype for a in kept] == [dtype]  # the logits alone: no softmax in fp32 beside them
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, 30.0), (0.25, None), (0.5, 20.0)])
+def test_logits_are_scaled_and_bent_and_keep_nothing_but_what_is_made(scale, cap):
+    op = Elementwise(name="scale.logits", inputs=LOSS.inputs[:1], output=Tensor("logits.scaled", ("B", "T", "V")))
+    around = SimpleNamespace(numerics=SimpleNamespace(logits_scale=scale, logits_cap=cap))
+    logits = jnp.linspace(-80, 80, 60, dtype=jnp.float32).reshape(2, 3, 10)
+
+    def own(x):
+        return elementwise(op, [x], around)
+
+    def formula(x):
+        return scale * x if cap is None else cap * jnp.tanh(scale * x / cap)
+
+    made, backward = jax.vjp(own, logits)
+    expected, reference = jax.vjp(formula, logits)
+    np.testing.assert_allclose(made, expected, rtol=1e-6)
+    np.testing.assert_allclose(backward(made)[0], reference(made)[0], rtol=1e-5, atol=1e-5)
+    kept = jax.tree.leaves(jax.vjp(own, logits.astype(jnp.bfloat16))[1])
+    assert all(array.dtype == jnp.bfloat16 for array in kept if np.ndim(array))

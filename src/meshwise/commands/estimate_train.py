@@ -20,6 +20,7 @@ from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_time, parse_duration
+from meshwise.costs.estimate import estimate_training
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import TOOLS, USUAL, asked_tools, calibration_for, check_written, parse_tools
 from meshwise.hardware import Cluster
@@ -37,6 +38,10 @@ def at_anchor(problem: TrainingProblem, path: str) -> TrainingProblem:
     from meshwise.scoring.anchoring import anchor_file  # noqa: PLC0415 -- only those who have measured need it
 
     return replace(problem, calibration=anchor_file(problem, path).calibration)
+
+
+#: What `run` and `verify` choose themselves is chosen so that they can.
+OWN_RUNTIME = ("meshwise",)
 
 
 class TrainRequest(ModelOnCluster, TrainingJob):
@@ -64,8 +69,11 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         """The training job alone."""
         return TrainingJob(**attributes(self, *TrainingJob.model_fields))
 
-    def problem(self) -> TrainingProblem:
+    def problem(self, usual: tuple[str, ...] = ()) -> TrainingProblem:
         """Resolve the names.
+
+        Args:
+            usual: tools whose software it is priced as, unless others are named.
 
         Raises:
             MeshwiseError: a model, cluster or calibration that cannot be found; sequences that the model cannot read.
@@ -73,7 +81,7 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         cluster = self.must_find()
         model = load_model(self.model)
         check_length(model, self.seq_len)
-        calibration = calibration_for(self.tool, self.calibration, cluster.chip)
+        calibration = calibration_for(self.tool or usual, self.calibration, cluster.chip)
         problem = TrainingProblem(model, self.job(), cluster, calibration)
         return problem if self.anchor is None else at_anchor(problem, self.anchor)
 
@@ -126,6 +134,10 @@ def _estimated(request: EstimateTrainRequest, progress: Tell, usual: tuple[str, 
     layout = _whole(parse_layout(request.layout, num_chips=problem.cluster.num_chips), problem.cluster, request.layout)
     tools = asked_tools(problem, request.tool, usual)
     planning = estimate_layout(problem, layout, tools=tools, progress=progress)
+    if usual == OWN_RUNTIME and not request.tool:  # chosen as plans usually are, priced as the program runs
+        own, (plan,) = request.problem(usual), planning.plans
+        priced = replace(plan, problem=own, estimate=estimate_training(own, plan.fabric, plan.layout))
+        planning = replace(planning, plans=(priced,))
     if request.tool:
         check_written(planning.plans[0], layout, tools)
     return planning
@@ -189,10 +201,6 @@ def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) 
     changes = single_changes(plan, asked_tools(plan.problem, request.tool)) if files.changes else ()
     screen.show(estimate_report(planning, request.echo_resolved(plan.problem), changes, measured))
     return None if plan.estimate.fits else InfeasibleError.exit_code
-
-
-#: What `run` and `verify` choose themselves is chosen so that they can.
-OWN_RUNTIME = ("meshwise",)
 
 
 def plan_asked(

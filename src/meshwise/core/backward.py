@@ -149,10 +149,11 @@ def _(op: Lookup, grad: Tensor, contribute: Contribute) -> list[Op]:
 
 @_backward_of.register
 def _(op: Elementwise, grad: Tensor, contribute: Contribute) -> list[Op]:
+    read = () if op.linear else (op.output,) if op.by_output else op.inputs
     return [
         Elementwise(
             name=f"d{op.name}.{t.name}",
-            inputs=(grad,) if op.linear else (grad, *op.inputs),
+            inputs=(grad, *read),
             output=contribute(t, op.name),
             flops_per_element=op.flops_per_element,
             reduced=op.reduced,

@@ -296,6 +296,7 @@ class Elementwise(Op):
             over an axis that the output lacks is not among them: a device leaves its part of the sum.
         counted: the index space, where it is not the product of every axis (parts of a concatenation, a choice of E).
         joins: whether it adds up parts of one matmul (a frozen weight's and its adapter's), whose output it makes.
+        by_output: whether its gradient follows from what it made (a tanh), so that its input need not be kept.
     """
 
     flops_per_element: float = 1.0
@@ -303,6 +304,7 @@ class Elementwise(Op):
     reduced: tuple[str, ...] = ()
     counted: tuple[str, ...] | None = None
     joins: bool = False
+    by_output: bool = False
 
     def flops(self, sizes: Sizes) -> Any:
         """Vector operations."""

@@ -73,12 +73,15 @@ def local_memory(
         bucketed: whether the block's gradients are scattered together, while the block before is at work; else each
             while the next is made.
     """
-    remade = extents.weighted(plan.compiled_remade if calibration.compiled else plan.remade)
+    compiled = (
+        calibration.compiled and not bucketed
+    )  # where a layer travels whole, its results wait as in eager software
+    remade = extents.weighted(plan.compiled_remade if compiled else plan.remade)
     kept = extents.weighted(plan.kept)
     if calibration.unfused_attention:
         remade = remade + extents.weighted(plan.remade_scores)
         kept = kept + extents.weighted(plan.kept_scores)
-    moments = plan.compiled_operations if calibration.compiled else plan.operations
+    moments = plan.compiled_operations if compiled else plan.operations
     if bucketed:
         largest = _most_activations(moments, extents)
         workspace = beside = remade + largest
@@ -99,7 +102,7 @@ def local_memory(
         unreduced=unreduced,
         gathered=gathered,
         buffers=buffers,
-        at_once=_largest_share(plan, gathered, extents) if calibration.compiled else 1.0,
+        at_once=_largest_share(plan, gathered, extents) if compiled else 1.0,
     )
 
 
@@ -125,11 +128,11 @@ def _most_with_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[N
 
 
 def _largest_share(plan: MemoryPlan, gathered: Num, extents: Extents) -> Num:
-    """Of weights that are gathered one by one, the share of the largest, and as much again: the next on its way."""
+    """Of weights gathered one by one, the share of the largest and of the next; a head's are among its moments."""
     largest: Num = 0.0
     for weight in plan.weights:
         largest = maximum(largest, extents.weighted(weight))
-    return 2 * largest / maximum(gathered, 1e-30) if plan.weights else 1.0
+    return 2 * largest / maximum(gathered, 1e-30) if plan.weights else 0.0
 
 
 def stage_memories(

@@ -6,7 +6,7 @@ Training state, activations, gathered weights; traffic and matmuls of the optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -18,7 +18,7 @@ from meshwise.jobs import Optimizer, Precision, newton_schulz_flops
 from meshwise.sharding import Collective, CollectiveKind, Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 
-#: Activations, and unreduced gradients, that are held at once.
+#: Activations that are held at once, and unreduced gradients, with gathered weights that still wait to be read.
 Moment = tuple[WeightedSum, WeightedSum]
 
 
@@ -39,7 +39,8 @@ class MemoryPlan:
         gathered, stored: the same weights as used and as stored.
         buffers: gathered or unreduced activations, each with the mesh axes over which it was moved, data and fsdp left
             out.
-        compiled_remade, compiled_operations: as `remade` and `operations` where a compiler fuses what is elementwise.
+        compiled_remade, compiled_operations: as `remade` and `operations` where a compiler fuses what is elementwise,
+            and a head's gathered weights are let go of once they are read.
         weights: as `gathered`, each weight alone.
         kept_scores, remade_scores: scores of attention where kernels are not fused, and masks of dropout where that is
             done to what each part of a layer adds: kept, or made again.
@@ -79,7 +80,7 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
     is_layer = placed.block.role == "layer"
     alive = [(h, element_bytes(h.tensor, precision)) for h in placed.gathered]
     trained = [h for h in placed.gathered if is_layer and not h.tensor.frozen]
-    operations = _operations(placed, symbols, precision) if is_layer else _moments(placed, symbols, precision)
+    moments = _operations if is_layer else _moments
     return MemoryPlan(
         parameters=symbols.sum((symbols.held(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
         tied=symbols.held_bytes(placed.tied, precision),
@@ -89,13 +90,13 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
         moments=_moment_bytes(placed, symbols, precision, optimizer),
         kept=symbols.held_bytes(placed.kept, precision),
         remade=symbols.held_bytes(placed.workspace, precision),
-        operations=operations,
+        operations=moments(placed, symbols, precision),
         bucket=symbols.sum((symbols.held(h), precision.reductions.bytes) for h in trained),
         gathered=symbols.sum((symbols.held(h), w) for h, w in alive),
         stored=symbols.sum((symbols.held(stored[h.tensor.name]), w) for h, w in alive),
         buffers=_buffers(placed, symbols, precision) if is_layer else (),
         compiled_remade=symbols.held_bytes(_compiled_workspace(placed), precision),
-        compiled_operations=_operations(placed, symbols, precision, compiled=True) if is_layer else operations,
+        compiled_operations=moments(placed, symbols, precision, compiled=True),
         weights=tuple(symbols.sum([(symbols.held(h), w)]) for h, w in alive) if is_layer else (),
         kept_scores=_scores(placed, symbols, again=False),
         remade_scores=_scores(placed, symbols, again=True),
@@ -146,11 +147,14 @@ def _operations(
     return _largest_moments(sums, symbols)
 
 
-def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision) -> tuple[Moment, ...]:
+def _moments(
+    placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool = False
+) -> tuple[Moment, ...]:
     """What is alive while each operation of a backward pass runs that follows its forward pass, or ends the step.
 
     What was kept is let go of once it has been read, gradients of weights once they are scattered. Besides, weights
-    that only the forward pass reads, with its results.
+    that only the forward pass reads, with its results. Where it is `compiled`, the others are let go of, too: gathered
+    once for both passes, they are gone when their own gradient is made.
     """
     born: dict[Held, int] = dict.fromkeys(placed.kept, -1)
     dies: dict[Held, int] = {}
@@ -161,9 +165,10 @@ def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision) -> tup
         for h in _made(item):
             born.setdefault(h, at)
     moments: dict[Moment, None] = {}  # in order
+    gathered = {h: -1 for h in placed.gathered if compiled and h in dies}
     for at in range(len(placed.backward)):
-        alive = [h for h, birth in born.items() if birth <= at <= dies.get(h, birth)]
-        moments[_moment(alive, symbols, precision)] = None
+        alive = [h for h, birth in (born | gathered).items() if birth <= at <= dies.get(h, birth)]
+        moments[_moment(alive, symbols, precision, gathered)] = None
     read = {h.tensor.name for h in dies}
     forward = [h for h in placed.gathered if h.tensor.name not in read]
     results = [item.output for item in placed.forward if isinstance(item, LocalOp)]
@@ -184,13 +189,11 @@ def _made(item: LocalOp | Transfer) -> tuple[Held, ...]:
     return () if item.purpose is Purpose.GRADIENTS else (Held(item.tensor, item.collective.after),)
 
 
-def _moment(alive: Iterable[Held], symbols: Symbols, precision: Precision) -> Moment:
+def _moment(alive: Collection[Held], symbols: Symbols, precision: Precision, gathered: Collection[Held] = ()) -> Moment:
     held = [h for h in alive if h.tensor.kind is Kind.ACTIVATION]
-    unreduced = [h for h in alive if h.tensor.kind is Kind.GRADIENT]
-    return (
-        symbols.held_bytes(held, precision),
-        symbols.sum((symbols.held(h), precision.reductions.bytes) for h in unreduced),
-    )
+    unreduced = [(symbols.held(h), precision.reductions.bytes) for h in alive if h.tensor.kind is Kind.GRADIENT]
+    weights = [(symbols.held(h), element_bytes(h.tensor, precision)) for h in alive if h in gathered]
+    return symbols.held_bytes(held, precision), symbols.sum([*unreduced, *weights])
 
 
 def _largest_moments(moments: Iterable[Moment], symbols: Symbols) -> tuple[Moment, ...]:

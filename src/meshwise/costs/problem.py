@@ -66,7 +66,7 @@ class TrainingProblem(_Problem):
     @property
     def bucketed(self) -> bool:
         """Whether a layer's gradients are scattered together, while the layer before is at work."""
-        return self.cluster.chip.vendor != "google" and not self.calibration.compiled
+        return self.cluster.chip.vendor != "google"
 
     @cached_property
     def compute_rates(self) -> ComputeRates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwise.core.tensors import Block, Kind, Op, Program, Tensor
+from meshwise.core.tensors import Block, Elementwise, Kind, Op, Program, Tensor
 from meshwise.models.attention import (
     SHARED_DISTANCES,
     cross_attention,
@@ -212,7 +212,10 @@ def _logits_of(spec: Head, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     table = weight("w_embed", "V", width) if spec.tied else weight("w_head", width, "V")
     logits = ops.bias("head", ops.einsum("lm_head", x, table, (*tokens, "V"), output="logits"), spec.bias)
     if spec.scaled:
-        logits = ops.elementwise("scale.logits", logits, output="logits.scaled", flops=2)
+        scaled = replace(logits, name="logits.scaled")
+        logits = ops.add(
+            Elementwise(name="scale.logits", inputs=(logits,), output=scaled, flops_per_element=2, by_output=True)
+        )
     return logits
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -165,9 +166,27 @@ def _embedding_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> j
 
 
 def _logits_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
-    x = inputs[0].astype(jnp.float32) * around.numerics.logits_scale
-    cap = around.numerics.logits_cap
-    return (x if cap is None else cap * jnp.tanh(x / cap)).astype(inputs[0].dtype)
+    return _scaled(inputs[0], around.numerics.logits_scale, around.numerics.logits_cap)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scaled(logits: jax.Array, scale: float, cap: float | None) -> jax.Array:
+    """Scale logits, then bend them to c tanh(x / c), whose gradient follows from what it gives: no other is kept."""
+    x = logits.astype(jnp.float32) * scale
+    return (x if cap is None else cap * jnp.tanh(x / cap)).astype(logits.dtype)
+
+
+def _scaled_forward(logits: jax.Array, scale: float, cap: float | None) -> tuple[jax.Array, jax.Array | None]:
+    made = _scaled(logits, scale, cap)
+    return made, None if cap is None else made
+
+
+def _scaled_backward(scale: float, cap: float | None, made: jax.Array | None, gradient: jax.Array) -> tuple[jax.Array]:
+    slope = scale if cap is None or made is None else scale * (1 - jnp.square(made.astype(jnp.float32) / cap))
+    return (jax.lax.optimization_barrier((gradient.astype(jnp.float32) * slope).astype(gradient.dtype)),)
+
+
+_scaled.defvjp(_scaled_forward, _scaled_backward)
 
 
 def _loss(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:

@@ -199,7 +199,7 @@ def multiply(
         reads = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in (op.inputs[0], op.output))
         return placement.local(local, reads, placement.spec(back))(x, gradient)
 
-    return product(letters, x, w, reduced)
+    return product(letters, x, w, reduced, in_turn=op.name == "lm_head")
 
 
 def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:

@@ -93,6 +93,8 @@ def product(
     x: jax.Array,
     w: jax.Array | Watched,
     weight_gradient: Callable[[jax.Array, jax.Array, Any], jax.Array] | None = None,
+    *,
+    in_turn: bool = False,
 ) -> jax.Array:
     """Einsum of an array and a weight.
 
@@ -100,6 +102,7 @@ def product(
         letters: of `x`, of `w` and of the result.
         x, w: operands.
         weight_gradient: from `x`, the result's gradient and a format to the gradient of `w`; unless given, an einsum.
+        in_turn: whether the gradient of `w` is made after that of `x`, which alone reads `w`: both are never held.
     """
     left, right, out = letters
 
@@ -109,6 +112,8 @@ def product(
     def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         x, w = kept
         d_x = jnp.einsum(f"{out},{right}->{left}", gradient, w).astype(x.dtype)
+        if in_turn:
+            d_x, x, gradient = jax.lax.optimization_barrier((d_x, x, gradient))
         if weight_gradient is not None:
             return d_x, weight_gradient(x, gradient, dtype)
         return d_x, jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
