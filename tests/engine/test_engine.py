@@ -21,11 +21,12 @@ MIXTURE = dense("D=32 L=2 N=4 K=2 H=8 V=64 E=8 top_k=2 Fe=32 Fs=32")
 LONGEST = 64
 
 
-def engine_of(scheduling, blocks=24, layout=None, model=MODEL):
+def engine_of(scheduling, blocks=24, layout=None, model=MODEL, *, ahead=False):
     layout = layout or ServingLayout()
     model = paged_model(model, layout, jax.devices()[: layout.num_chips], pages=blocks, page_tokens=4, dtype=DType.FP32)
     weights = model.initial_weights(3)
-    return Engine(scheduling, blocks, JaxExecutor(model, weights, scheduling, LONGEST), block_tokens=4), weights
+    executor = JaxExecutor(model, weights, scheduling, LONGEST, ahead=ahead)
+    return Engine(scheduling, blocks, executor, block_tokens=4, ahead=ahead), weights
 
 
 def alone(weights, prompt, count, model=MODEL):
@@ -41,16 +42,20 @@ def prompts(count, draw):
 
 @pytest.mark.jax
 @pytest.mark.parametrize(
-    ("policy", "layout", "model"),
+    ("policy", "layout", "model", "ahead"),
     [
-        ("chunked", ServingLayout(), MODEL),
-        ("prefill-first", ServingLayout(tensor=2), MODEL),
-        ("chunked", ServingLayout(tensor=2, expert_tensor_parallel=False), MIXTURE),
+        ("chunked", ServingLayout(), MODEL, True),
+        ("prefill-first", ServingLayout(tensor=2), MODEL, True),
+        ("chunked", ServingLayout(tensor=2, expert_tensor_parallel=False), MIXTURE, False),
     ],
 )
-def test_tokens_are_those_of_decoding_alone(policy, layout, model):
-    """Batches, shared prefixes and preemptions change no token; nor is anything compiled once it runs."""
-    engine, weights = engine_of(Scheduling(policy, 4, 24, prefix_cache=True, watermark=0.0), layout=layout, model=model)
+def test_tokens_are_those_of_decoding_alone(policy, layout, model, ahead):
+    """Batches, shared prefixes and preemptions change no token; nor is anything compiled once it runs.
+
+    Nor does it matter whether steps are started before the tokens of the last are here.
+    """
+    scheduling = Scheduling(policy, 4, 24, prefix_cache=True, watermark=0.0)
+    engine, weights = engine_of(scheduling, layout=layout, model=model, ahead=ahead)
     draw = np.random.default_rng(0)
     asked = [(prompt, int(draw.integers(1, 24))) for prompt in prompts(12, draw)]
     requests = [EngineRequest(p, n, Collected(), block_tokens=4) for p, n in asked]

@@ -202,6 +202,35 @@ def test_engines_that_prefill_and_others_that_decode_decide_as_the_simulator(see
     assert [replay(map(to_line, log)) for log in logs] == [len(executor.steps) for executor in executors]
 
 
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 10**6), schedulings, st.integers(18, 60), st.booleans(), st.sampled_from([0.0, 0.3]))
+def test_steps_that_are_started_ahead_lose_no_page_and_change_no_output(seed, scheduling, blocks, stopping, cancelling):
+    """Where all come at once and end by their length, steps are the simulator's; who stops takes a step more."""
+    costs = COSTS.replace(kv_blocks=blocks)
+    demands = [(0.0 if not cancelling else d[0], *d[1:]) for d in drawn(seed, 14, costs, cancelling)]
+    outputs, events, log = {}, [], []
+    for time, prompt, output, salt, leaves in demands:
+        output = [*output[:-1], 50] if stopping else output  # noqa: PLW2901
+        most = min(len(output) + 3 * stopping, costs.kv_tokens + 1 - len(prompt))
+        request = EngineRequest(prompt, most, Collected(), stops=frozenset([50]), block_tokens=BLOCK, salt=salt)
+        outputs[request] = output
+        events.append(Event(time, request))
+        events += [Event(leaves, request, cancelled=True)] if leaves is not None else []
+    executor = VirtualExecutor(costs, outputs)
+    engine = Engine(scheduling, blocks, executor, block_tokens=BLOCK, clock=executor.clock, log=log.append, ahead=True)
+    step, engine.step = engine.step, lambda: (step(), engine.cache.check())[0]
+    serve_events(engine, executor, sorted(events, key=lambda e: e.time))
+    for request, output in outputs.items():
+        given = [token for token in output if token != 50]
+        if request.reason != "cancelled":
+            assert (request.reason, request.sink.ids) == ("stop" if 50 in output else "length", given)
+    assert engine.cache.used == 0 == engine.outstanding
+    assert replay(map(to_line, log)) == len(executor.steps)
+    if not stopping and not cancelling and not scheduling.prefix_cache:
+        _, steps, _ = simulator_serves(costs, scheduling, demands)
+        assert [(decoding, tokens) for _, decoding, _, tokens in executor.steps] == steps
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_crowded_cache_with_prefixes_and_cancellations(policy):
     costs = COSTS.replace(kv_blocks=44)

@@ -107,6 +107,9 @@ class ServeRequest(Request):
     """What the scheduler puts into a step first; by default prefill-first, or as the plan says."""
     prefix_cache: bool = True
     """Keep beginnings of prompts in the cache for later requests."""
+    lookahead: int = Field(default=0, ge=0, le=1)
+    """Steps that are decided and started before the tokens of the last are fetched; what ends by a stop word then takes
+    a step more."""
     routing: Literal["round-robin", "least-loaded", "affinity"] = "least-loaded"
     """Which replica a request goes to: each in turn, the one with the fewest requests, or the one that has most of its
     prompt in the cache."""
@@ -313,12 +316,9 @@ def _replicas(
     own = iter(zip(logs, kept, strict=True))
 
     def engines(pool: Launched | Pool, hand_over: Any = None) -> list[Engine]:
-        limits, tokens = (pool.scheduling, pool.blocks), BLOCK_TOKENS
+        form = partial(Engine, pool.scheduling, pool.blocks, block_tokens=BLOCK_TOKENS, hand_over=hand_over)
         made = zip(pool.executors, own, strict=False)
-        return [
-            Engine(*limits, executor, block_tokens=tokens, log=log, watcher=watcher, hand_over=hand_over)
-            for executor, (log, watcher) in made
-        ]
+        return [form(e, log=log, watcher=watcher, ahead=e.ahead) for e, (log, watcher) in made]
 
     serving = Replicas(engines(made), request.routing)
     if made.prefill is not None:
@@ -362,6 +362,7 @@ def _launched(request: ServeRequest, asked: _Asked, *, progress: Tell, say: Tell
         progress=progress,
         say=say,
         prefill=None if first is None else Asked(first.layout, first.replicas, _limits(request, first.planned)),
+        ahead=bool(request.lookahead),
         narrow=asked.narrow if request.quantization is None else DType(request.quantization),
     )
 

@@ -11,12 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from meshwise.engine.replay import head
 from meshwise.engine.requests import EngineRequest, SentCache, Token
-from meshwise.scheduling import BlockTable, Pages, Running, Scheduler, Scheduling
+from meshwise.scheduling import BlockTable, Pages, Running, Scheduler, Scheduling, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,18 @@ class Executor(Protocol):
         """The next token of each of `work.asking`."""
         ...
 
+    def follows(self, work: Work, before: Any) -> bool:
+        """Whether a step can be started while the tokens of the one before are still on the device."""
+        ...
+
+    def start(self, work: Work, before: Any) -> Any:
+        """Start a step, after one that was started before and is not finished; None: there is none."""
+        ...
+
+    def finish(self, started: Any) -> list[Token]:
+        """Wait for a step that was started; its tokens, as `run` gives them."""
+        ...
+
     def send(self, request: EngineRequest, table: list[int]) -> SentCache:
         """Copy a request's pages for `receive` of another; what is written there later does not change the copy."""
         ...
@@ -106,6 +118,25 @@ class StepRecord:
         return "decode" if not self.chunks else "mixed" if self.contexts else "prefill"
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """A step that was started, and whose tokens were not fetched yet.
+
+    Args:
+        work: of the step.
+        begun: when.
+        waiting: requests that waited then.
+        started: as the executor calls it.
+        ending: who ends with it for its length.
+    """
+
+    work: Work
+    begun: float
+    waiting: int
+    started: Any
+    ending: set[EngineRequest] = field(default_factory=set)
+
+
 class Watcher(Protocol):
     """Who hears what the engine does, in its thread."""
 
@@ -136,6 +167,8 @@ class Engine:
         log: takes an entry for each thing that happens, in order; see `replay`.
         watcher: see there.
         hand_over: takes requests that are prefilled, with their caches, where other engines decode.
+        ahead: whether a step is decided and started before the tokens of the last are fetched. What ends otherwise than
+            by its length is noticed a step later, whose token is dropped.
     """
 
     def __init__(
@@ -149,6 +182,7 @@ class Engine:
         log: Callable[[Entry], None] | None = None,
         watcher: Watcher | None = None,
         hand_over: Callable[[EngineRequest], None] | None = None,
+        ahead: bool = False,
     ) -> None:
         assert scheduling.preemption == "recompute", "refused before: swapping"
         assert scheduling.speculation is None, "refused before: drafts"
@@ -162,7 +196,10 @@ class Engine:
         self.failure: BaseException | None = None
         self._log, self._watcher = log, watcher
         self._record(*head(scheduling, blocks, block_tokens, hands_over=hand_over is not None))
-        self._hand_over = hand_over
+        assert not ahead or hand_over is None, "what is handed over has its first token"
+        self._hand_over, self._ahead = hand_over, ahead
+        self._under_way: _UnderWay | None = None
+        self._fetched = 0.0  # when tokens were last there
         self._sent: list[tuple[EngineRequest, SentCache, float]] = []  # with blocks that are kept until it has arrived
         self._prefilled: dict[EngineRequest, list[int]] = {}
         self._inbox: deque[tuple[str, EngineRequest]] = deque()
@@ -218,10 +255,83 @@ class Engine:
     def step(self) -> bool:
         """Take in what came, and run a step; False where there is nothing to do."""
         self._take_in()
+        if self._ahead:
+            return self._step_ahead()
         step = self.scheduler.begin()
         if step is None:
             return False
-        begun = self.clock()
+        begun, waiting = self.clock(), len(self.scheduler.waiting)
+        work = self._work(step, begun)
+        made = self.executor.run(work)
+        ended = self._hand_out(work.asking, made)
+        self._prefilled = {chunk.request: chunk.table for chunk in work.chunks}
+        self._settle(step, ended)
+        for request in ended:
+            self._over(request)
+        self._watch(work, begun, waiting)
+        return True
+
+    def _step_ahead(self) -> bool:
+        """Decide and start a step, and only then take in the tokens of the one before."""
+        step, before = self.scheduler.begin(), self._under_way
+        if step is None:
+            self._under_way, late = None, self._fetch(before)
+            self._drop(late)
+            return before is not None
+        begun, waiting, late = self.clock(), len(self.scheduler.waiting), list[EngineRequest]()
+        work = self._work(step, begun)
+        if before is not None and not self.executor.follows(work, before.started):
+            before, late = None, self._fetch(before)
+        started = self.executor.start(work, None if before is None else before.started)
+        late += self._fetch(before)
+        asking = set(work.asking)
+        ending = {request for request in asking if request.reason is None and request.made + 1 >= request.max_tokens}
+        for request in ending:
+            request.coming = 1
+        self._under_way = _UnderWay(work, begun, waiting, started, ending)
+        own = [request for request in late if request.serial or request in asking]
+        self._settle(step, [*own, *(request for request in work.asking if request in ending)])
+        for request in own:
+            self._over(request)
+        self._drop([request for request in late if request not in own])
+        return True
+
+    def _fetch(self, under_way: _UnderWay | None) -> list[EngineRequest]:
+        """Hand out the tokens of a step; requests that are over with it, and that the scheduler thinks go on."""
+        if under_way is None:
+            return []
+        made = self.executor.finish(under_way.started)
+        own = [pair for pair in zip(under_way.work.asking, made, strict=True) if pair[0].reason is None]
+        ended = self._hand_out([request for request, _ in own], [token for _, token in own])
+        for request in ended:
+            if request in under_way.ending:
+                self._over(request)
+        self._watch(under_way.work, max(under_way.begun, self._fetched), under_way.waiting)
+        self._fetched = self.clock()
+        return [request for request in ended if request not in under_way.ending]
+
+    def _drop(self, late: list[EngineRequest]) -> None:
+        """Let requests go that were over when they gave way to others."""
+        for request in late:
+            self._record("cancel", request.index)
+            self.scheduler.cancel(request)
+            self._over(request)
+
+    def _settle(self, step: Step[EngineRequest], ended: list[EngineRequest]) -> None:
+        self.scheduler.settle(step, ended)
+        if self._log is not None:
+            self._record("ended", [(request.index, request.kept()) for request in ended])
+
+    def _watch(self, work: Work, begun: float, waiting: int) -> None:
+        if self._watcher is None:
+            return
+        contexts = tuple(decode.position + 1 for decode in work.decodes)
+        pieces = tuple((c.start, c.count) for c in work.chunks)
+        seconds = self.clock() - begun
+        self._watcher.step(StepRecord(begun, seconds, contexts, pieces, waiting, self.cache.in_use))
+
+    def _work(self, step: Step[EngineRequest], begun: float) -> Work:
+        """What a step executes, in pages of its own."""
         members = list(self.running.members.values()) if step.decoding else []
         held = [int(self.running.tokens(request)) for request in members]
         decodes = [
@@ -241,21 +351,7 @@ class Engine:
             self._record("step", *self._described(work))
         for chunk in chunks:
             chunk.request.times.setdefault("begun", begun)
-        made = self.executor.run(work)
-        ended = self._hand_out(work.asking, made)
-        self._prefilled = {chunk.request: chunk.table for chunk in chunks}
-        self.scheduler.settle(step, ended)
-        if self._log is not None:
-            self._record("ended", [(request.index, request.kept()) for request in ended])
-        for request in ended:
-            self._over(request)
-        if self._watcher is not None:
-            contexts = tuple(tokens + 1 for tokens in held)
-            pieces = tuple((c.start, c.count) for c in chunks)
-            waiting = len(self.scheduler.waiting)
-            seconds = self.clock() - begun
-            self._watcher.step(StepRecord(begun, seconds, contexts, pieces, waiting, self.cache.in_use))
-        return True
+        return work
 
     def _take_in(self) -> None:
         for one in [sent for sent in self._sent if sent[1].arrived]:
@@ -273,8 +369,9 @@ class Engine:
             elif request.engine is not None and request.engine is not self:  # handed over meanwhile
                 request.engine.cancel(request)
             elif request.reason is None:
-                self._record("cancel", request.index)
-                self.scheduler.cancel(request)
+                if self._under_way is None or request not in self._under_way.ending:
+                    self._record("cancel", request.index)
+                    self.scheduler.cancel(request)
                 request.reason = "cancelled"
                 self._over(request)
 
@@ -311,6 +408,7 @@ class Engine:
         scheduler = self.scheduler
         here = [*self.running.members.values(), *scheduler.waiting, *scheduler.ready]
         here += [piece.request for piece in scheduler.prefilling]
+        here += [] if self._under_way is None else [r for r in self._under_way.ending if r.reason is None]
         for request in [*here, *(r for what, r in self._inbox if what == "add")]:
             request.reason = reason
             _tell(request)

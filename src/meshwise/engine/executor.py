@@ -5,17 +5,18 @@ Not here: the program (`runtime.steps`), decisions (`engine`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshwise.engine.engine import Chunk, Work
 from meshwise.engine.requests import EngineRequest, Sampling, SentCache, Token
 from meshwise.runtime.params import Tree
-from meshwise.runtime.sampling import SamplingArrays, compiled, greedy
+from meshwise.runtime.sampling import Sampled, SamplingArrays, compiled, greedy
 from meshwise.runtime.steps import ROW, Bucket, PagedModel, StepArrays
 from meshwise.scheduling import Scheduling
 
@@ -50,6 +51,21 @@ def _powers(least: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """A step on its way.
+
+    Args:
+        asking: whose next token it gives.
+        ids: their tokens where the step after reads them; None: it will not.
+        made: what follows from the logits; these, where nobody asks.
+    """
+
+    asking: Sequence[EngineRequest]
+    ids: jax.Array | None
+    made: Any
+
+
+@dataclass(frozen=True, slots=True)
 class CopiedPages:
     """Copies of a request's pages in all layers, where its prompt was prefilled."""
 
@@ -73,6 +89,7 @@ class JaxExecutor:
         buckets: sizes of steps; None: `plan_buckets`.
         constrained: whether outputs may have to keep to something.
         sends: whether caches are sent to, or come from, others.
+        ahead: whether a step may be started before the tokens of the last are fetched.
     """
 
     def __init__(
@@ -86,6 +103,7 @@ class JaxExecutor:
         buckets: Sequence[Bucket] | None = None,
         constrained: bool = False,
         sends: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.model, self.weights, self.longest, self.constrained = model, weights, longest, constrained
         self.sequence_pages = -(-longest // model.page_tokens)
@@ -100,6 +118,9 @@ class JaxExecutor:
         for rows in sorted({bucket.logits for bucket in self.buckets}):
             progress(f"compiling sampling of {rows}")
             self._compile_sampling(rows)
+        self.ahead = ahead
+        if ahead:
+            self._compile_ahead()
         if sends:
             self._read, self._write = model.compile_pages(self.sequence_pages)
         self._pool = model.empty_pool()
@@ -113,6 +134,25 @@ class JaxExecutor:
             produced = jax.ShapeDtypeStruct((rows, length), np.bool_)
             lowered = compiled.lower(length, logits, SamplingArrays.abstract(rows), seen, produced, bits)
             self._sample[rows, length, bits is not None] = lowered.compile()
+
+    def _compile_ahead(self) -> None:
+        """What passes tokens on to the step after, on the device."""
+        whole = self.model.abstract_logits(1).sharding
+        most = max(bucket.logits for bucket in self.buckets)
+        ids = jax.ShapeDtypeStruct((most,), np.int32, sharding=whole)
+
+        def padded(made: jax.Array) -> jax.Array:
+            return jnp.pad(made, (0, most - len(made)))
+
+        pad, likely = (jax.jit(f, out_shardings=whole) for f in (padded, lambda logits: padded(greedy(logits))))
+        merge = jax.jit(_merged, out_shardings=whole)
+        self._ids, self._merge = {}, {}
+        for rows in {bucket.logits for bucket in self.buckets}:
+            self._ids[rows] = pad.lower(jax.ShapeDtypeStruct((rows,), np.int32, sharding=whole)).compile()
+            self._greedy[rows] = likely.lower(self.model.abstract_logits(rows)).compile()
+        for tokens in {bucket.tokens for bucket in self.buckets}:
+            flat = jax.ShapeDtypeStruct((tokens,), np.int32)
+            self._merge[tokens] = merge.lower(flat, ids, flat).compile()
 
     @staticmethod
     def filled(tokens: int) -> int:
@@ -128,16 +168,48 @@ class JaxExecutor:
 
     def run(self, work: Work) -> list[Token]:
         """The next token of each of `work.asking`."""
+        return self.finish(self.start(work, None))
+
+    def follows(self, work: Work, before: Started) -> bool:
+        """Whether a step can be started while the tokens of the one before are on the device.
+
+        Penalties and what outputs must keep to need them here, and so does a prompt that goes on from them.
+        """
+        here = set(before.asking)
+        needed = any(r.constraint is not None or r.sampling.penalised for r in (*work.asking, *before.asking))
+        return not needed and not any(chunk.request in here for chunk in work.chunks)
+
+    def start(self, work: Work, before: Started | None) -> Started:
+        """Start a step; tokens that are not here yet are taken where the step before leaves them."""
         bucket, asking = self.bucket(work), work.asking
-        arrays = self._arrays(work, bucket)
+        pending: dict[EngineRequest, int] = (
+            {} if before is None else {request: place for place, request in enumerate(before.asking)}
+        )
+        arrays = self._arrays(work, bucket, pending)
+        if before is not None and before.ids is not None:
+            places = np.full(bucket.tokens, -1, np.int32)
+            places[: len(work.decodes)] = [pending.get(d.request, -1) for d in work.decodes]
+            arrays = arrays._replace(tokens=self._merge[bucket.tokens](arrays.tokens, before.ids, places))
         logits, self._pool = self._steps[bucket](self.weights, self._pool, arrays)
         if not asking:
-            jax.block_until_ready(logits)
+            return Started(asking, None, logits)
+        plain = all(request.sampling.plain and request.constraint is None for request in asking)
+        made = self._greedy[bucket.logits](logits) if plain else self._sampled(logits, asking, bucket.logits, pending)
+        ids: Any = None
+        if self.ahead:
+            ids = made if plain else self._ids[bucket.logits](made.tokens)
+        return Started(asking, ids, made)
+
+    @staticmethod
+    def finish(started: Started) -> list[Token]:
+        """The next token of each request of a step."""
+        asking, made = started.asking, started.made
+        if not asking:
+            jax.block_until_ready(made)
             return []
-        if all(request.sampling.plain and request.constraint is None for request in asking):
-            ids = np.asarray(self._greedy[bucket.logits](logits)).tolist()
-            return [Token(token) for token in ids[: len(asking)]]
-        return self._sampled(logits, asking, bucket.logits)
+        if not isinstance(made, Sampled):
+            return [Token(token) for token in np.asarray(made).tolist()[: len(asking)]]
+        return _tokens_of(jax.device_get(made), asking)
 
     def send(self, request: EngineRequest | None, table: list[int]) -> CopiedPages:  # noqa: ARG002 -- as others
         """Copy a request's pages."""
@@ -157,8 +229,8 @@ class JaxExecutor:
     def _filled(self, table: list[int]) -> Any:
         return np.asarray(table + [-1] * (self.sequence_pages - len(table)), np.int32)
 
-    def _arrays(self, work: Work, bucket: Bucket) -> StepArrays:
-        """Lay a step out: those that decode first, then prompts in whole rows."""
+    def _arrays(self, work: Work, bucket: Bucket, pending: Mapping[EngineRequest, int]) -> StepArrays:
+        """Lay a step out: those that decode first, then prompts in whole rows; tokens of `pending` are not here."""
         page_tokens = self.model.page_tokens
         tokens, positions = np.zeros((2, bucket.tokens), np.int32)
         pages = np.full(bucket.tokens, -1, np.int32)
@@ -166,7 +238,7 @@ class JaxExecutor:
         prefill_tables = np.zeros((bucket.prefill // ROW, self.sequence_pages), np.int32)
         last: list[int] = []
         for place, decode in enumerate(work.decodes):
-            tokens[place] = decode.request.tokens[decode.position]
+            tokens[place] = 0 if decode.request in pending else decode.request.tokens[decode.position]
             positions[place] = decode.position
             pages[place] = decode.table[decode.position // page_tokens]
             decode_tables[place, : len(decode.table)] = decode.table
@@ -197,8 +269,10 @@ class JaxExecutor:
             allowed[place] = constraint.bits(self._words)
         return allowed
 
-    def _sampled(self, logits: Any, asking: Sequence[EngineRequest], rows: int) -> list[Token]:
-        how = _sampling(asking, rows)
+    def _sampled(
+        self, logits: Any, asking: Sequence[EngineRequest], rows: int, pending: Mapping[EngineRequest, int]
+    ) -> Sampled:
+        how = _sampling(asking, rows, pending)
         allowed = self._allowed(asking, rows)
         whole = allowed is not None or any(request.sampling.penalised for request in asking)
         length = self.longest if whole else 1
@@ -208,16 +282,8 @@ class JaxExecutor:
                 seen[place, : len(request.tokens)] = request.tokens
                 produced[place, request.prompt : len(request.tokens)] = True
         program = self._sample[rows, length, allowed is not None]
-        made = jax.device_get(program(logits, how, seen, produced, allowed))
-        out = []
-        for place, request in enumerate(asking):
-            count = request.sampling.logprobs
-            if count is None:
-                out.append(Token(int(made.tokens[place])))
-                continue
-            likely = zip(made.likely[place][:count].tolist(), made.likely_logprob[place][:count].tolist(), strict=True)
-            out.append(Token(int(made.tokens[place]), float(made.logprob[place]), tuple(likely)))
-        return out
+        sampled: Sampled = program(logits, how, seen, produced, allowed)
+        return sampled
 
 
 def _rows(chunk: Chunk) -> int:
@@ -225,9 +291,27 @@ def _rows(chunk: Chunk) -> int:
     return -(-chunk.count // ROW)
 
 
-def _sampling(asking: Sequence[EngineRequest], rows: int) -> SamplingArrays:
+def _tokens_of(made: Sampled, asking: Sequence[EngineRequest]) -> list[Token]:
+    """Tokens with the logprobs that were asked for."""
+    out = []
+    for place, request in enumerate(asking):
+        count = request.sampling.logprobs
+        if count is None:
+            out.append(Token(int(made.tokens[place])))
+            continue
+        likely = zip(made.likely[place][:count].tolist(), made.likely_logprob[place][:count].tolist(), strict=True)
+        out.append(Token(int(made.tokens[place]), float(made.logprob[place]), tuple(likely)))
+    return out
+
+
+def _merged(tokens: jax.Array, ids: jax.Array, places: jax.Array) -> jax.Array:
+    """Tokens of a step; those at places of the step before are its."""
+    return jnp.where(places < 0, tokens, ids[places])
+
+
+def _sampling(asking: Sequence[EngineRequest], rows: int, pending: Mapping[EngineRequest, int]) -> SamplingArrays:
     """How each row is sampled; rows that are none take the most likely token."""
-    own = [(request.sampling, request.made) for request in asking]
+    own = [(request.sampling, request.made + (request in pending)) for request in asking]
     own += [(Sampling(), 0)] * (rows - len(own))
 
     def column(kind: type, value: Callable[[Sampling], float]) -> Any:

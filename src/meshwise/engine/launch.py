@@ -139,6 +139,7 @@ def launch(
     say: Callable[[str], None],
     narrow: DType | None = None,
     prefill: Asked | None = None,
+    ahead: bool = False,
 ) -> Launched:
     """Bring up engines' parts.
 
@@ -153,6 +154,7 @@ def launch(
         say: told what is to be known of the devices.
         narrow: format of the layers' projections; None: as `dtype`.
         prefill: engines that only prefill, before `asked`, which then only decode.
+        ahead: whether a step may be started before the tokens of the last are fetched; not of those that only prefill.
 
     Raises:
         MeshwiseError: a model, a layout or weights that cannot be served; other devices than needed.
@@ -174,7 +176,16 @@ def launch(
     with in_words():
         form = partial(paged_model, model, page_tokens=BLOCK_TOKENS, dtype=chosen, narrow=narrow)
         pools = [
-            _pool(kind, own, form, weights_of, longest, progress=progress, apart=len(kinds) > 1)
+            _pool(
+                kind,
+                own,
+                form,
+                weights_of,
+                longest,
+                progress=progress,
+                sends=prefill is not None,
+                ahead=ahead and kind is asked,
+            )
             for kind, own in zip(kinds, groups, strict=True)
         ]
     if prefill is not None:
@@ -193,7 +204,8 @@ def _pool(
     longest: int,
     *,
     progress: Callable[[str], None],
-    apart: bool,
+    sends: bool,
+    ahead: bool,
 ) -> Pool:
     """Compile engines of one kind, and give them their weights.
 
@@ -204,7 +216,7 @@ def _pool(
         weights_of: reads its weights.
         longest: tokens of a request.
         progress: told a line now and then.
-        apart: whether caches are sent between engines.
+        sends, ahead: as in `JaxExecutor`.
     """
     limits, on_cpu, executors = kind.limits, groups[0][0].platform == "cpu", []
     scheduling = Scheduling(
@@ -216,18 +228,19 @@ def _pool(
     cache = None if limits.cache_bytes is None else limits.cache_bytes / kind.replicas
     blocks = _blocks(form(kind.layout, groups[0], pages=1), scheduling, longest, cache, groups[0])
     for number, devices in enumerate(groups, 1):
-        own = "" if kind.replicas == 1 else f"replica {number} of {kind.replicas}: "
-        progress(f"{own}reading weights")
+        which = "" if kind.replicas == 1 else f"replica {number} of {kind.replicas}: "
+        progress(f"{which}reading weights")
         made = form(kind.layout, devices, pages=blocks)
         if on_cpu and len(devices) == 1:
             made = LayeredModel.of(made)
-        values, told = weights_of(made), partial(_tell, progress, own)
-        executors.append(JaxExecutor(made, values, scheduling, longest, told, constrained=is_installed(), sends=apart))
+        values, told = weights_of(made), partial(_tell, progress, which)
+        flags: Any = {"constrained": is_installed(), "sends": sends, "ahead": ahead}
+        executors.append(JaxExecutor(made, values, scheduling, longest, told, **flags))
     return Pool(tuple(executors), scheduling, blocks)
 
 
-def _tell(progress: Callable[[str], None], own: str, words: str) -> None:
-    progress(own + words)
+def _tell(progress: Callable[[str], None], which: str, words: str) -> None:
+    progress(which + words)
 
 
 def _devices(kinds: list[Asked], cpu_devices: int | None, say: Callable[[str], None]) -> list[list[list[Any]]]:

@@ -47,6 +47,7 @@ class Served:
         prompt, output: tokens.
         reason: why it is over.
         prefix, kept: blocks of its prompt, and of all of it.
+        index: its number, in the order of arrival.
     """
 
     arrived: float
@@ -57,6 +58,7 @@ class Served:
     reason: str
     prefix: Path
     kept: Path
+    index: int
 
     @property
     def ttft(self) -> float | None:
@@ -94,7 +96,9 @@ class Measurements:
             times, reason = request.times, request.reason or "error"
             paths = request.prefix, request.kept()
             made = (request.prompt, request.made, reason)
-            self.requests.append(Served(times["arrived"], times.get("first"), times["done"], *made, *paths))
+            self.requests.append(
+                Served(times["arrived"], times.get("first"), times["done"], *made, *paths, request.index)
+            )
         for other in self.others:
             other.over(request)
 
@@ -160,7 +164,7 @@ def simulate_same(
         scheduling: as the engine has it.
         served: requests that got all their tokens; others are left out.
     """
-    own = sorted((s for s in served if s.reason in ("stop", "length") and s.output), key=lambda s: s.arrived)
+    own = sorted((s for s in served if s.reason in ("stop", "length") and s.output), key=lambda s: (s.arrived, s.index))
     recorder = Recorder()
     replica = Replica(0, costs, scheduling, recorder)
     for index, one in enumerate(own):

@@ -143,6 +143,7 @@ class EngineRequest(Request):
         reason: why it is over; None: it is not.
         replica: number of the engine that it was sent to, among those of its kind.
         engine: that has it; None: not sent yet.
+        coming: tokens of its output that were made and are not here yet: its last one, where steps are started ahead.
         cache: its keys and values, on their way to an engine that decodes; None: they are where it is, or nowhere.
         times: when it came, was first worked on, gave its first token, and was done; seconds of the engine's clock.
     """
@@ -150,6 +151,7 @@ class EngineRequest(Request):
     __slots__ = (
         "block_tokens",
         "cache",
+        "coming",
         "constraint",
         "engine",
         "max_tokens",
@@ -188,6 +190,7 @@ class EngineRequest(Request):
         self.replica = 0
         self.engine: Having | None = None
         self.cache: SentCache | None = None
+        self.coming = 0
         self.times: dict[str, float] = {}
 
     @property
@@ -197,7 +200,7 @@ class EngineRequest(Request):
 
     def kept(self) -> Path:
         """Whole blocks of its prompt and output; the last token is not in the cache."""
-        return self._path(len(self.tokens) - 1)
+        return self._path(len(self.tokens) + self.coming - 1)
 
     def _path(self, length: int) -> Path:
         return block_path(self.tokens[:length].tobytes(), self.tokens.itemsize, self.block_tokens, self.salt)
@@ -205,6 +208,7 @@ class EngineRequest(Request):
     def take(self, token: Token) -> str | None:
         """Take its next token; the reason, where the output ends with it."""
         self.tokens.append(token.id)
+        self.coming = 0
         kept = None if self.constraint is None else self.constraint.take(token.id)
         if kept == "error" or token.id in self.stops:
             return kept or "stop"

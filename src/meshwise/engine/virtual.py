@@ -14,6 +14,15 @@ from meshwise.engine.requests import EngineRequest, SentCache, Token
 
 
 @dataclass(frozen=True, slots=True)
+class VirtualStep:
+    """A step that ends at a time, and its tokens."""
+
+    work: Work
+    end: float
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
 class VirtualCache:
     """A cache that is there at a time."""
 
@@ -53,6 +62,27 @@ class VirtualExecutor:
         self.now += self.costs.step_seconds(contexts, chunks)
         self.steps.append((self.now, len(contexts), len(chunks), sum(new for _, new in chunks)))
         return [Token(self.outputs[request][request.made]) for request in work.asking]
+
+    def follows(self, work: Work, before: VirtualStep) -> bool:  # noqa: ARG002 -- tokens are known
+        """Always."""
+        return True
+
+    def start(self, work: Work, before: VirtualStep | None) -> VirtualStep:
+        """Queue a step behind the one before."""
+        contexts, chunks = [d.position + 1 for d in work.decodes], [(c.start, c.count) for c in work.chunks]
+        begun = self.now if before is None else max(self.now, before.end)
+        end, tokens = begun + self.costs.step_seconds(contexts, chunks), []
+        for request in work.asking:
+            known = self.outputs[request]
+            place = request.made + (before is not None and request in before.work.asking)
+            tokens.append(Token(known[place] if place < len(known) else 0))  # else one that will be dropped
+        self.steps.append((end, len(contexts), len(chunks), sum(new for _, new in chunks)))
+        return VirtualStep(work, end, tokens)
+
+    def finish(self, started: VirtualStep) -> list[Token]:
+        """Let time pass."""
+        self.now = max(self.now, started.end)
+        return started.tokens
 
     def send(self, request: EngineRequest, table: list[int]) -> VirtualCache:  # noqa: ARG002 -- as executors do
         """Send a prompt's cache over one link, after those before it."""
