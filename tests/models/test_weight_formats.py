@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.compute import published_precision
 from meshwise.costs.engines import find_serving_calibration
@@ -14,6 +15,7 @@ from meshwise.costs.serving.memory import weight_bytes
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad, parse_serving_precision
 from meshwise.models import load_model, read_config
+from meshwise.models.families import reader
 from meshwise.sharding.serving import parse_serving_layout
 
 
@@ -176,3 +178,11 @@ def test_a_malformed_quantization_is_no_bug(config):
             published_precision(model, parse_cluster("h100:8").chip)
     else:
         assert parse_serving_precision(published_precision(model, parse_cluster("h100:8").chip))
+
+
+def test_tens_of_thousands_of_listed_modules_are_no_globs(monkeypatch):
+    """A published file of 2.4 MB lists 54,000 modules; as globs they took minutes."""
+    monkeypatch.setattr(reader, "fnmatch", lambda *_: pytest.fail("a module without a star was taken for a glob"))
+    listed = [f"model.layers.{i}.mlp.experts.{j}.gate_proj" for i in range(20) for j in range(20)]
+    of = {"quant_method": "fp8", "modules_to_not_convert": [*listed, "model.layers.7.self_attn", "lm_h*"]}
+    assert reader.read_quantization(of).attention is DType.BF16

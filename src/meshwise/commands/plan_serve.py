@@ -110,7 +110,7 @@ class PlanServeRequest(ServeRequest):
     @field_validator("precision")
     @classmethod
     def _precision_is_known(cls, text: str) -> str:
-        for one in split_precisions(text):
+        for one in split_precisions(text) or (text,):
             if one != PUBLISHED:
                 parse_serving_precision(one)
         return text

@@ -5,12 +5,12 @@ Not here: any family.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import cache, lru_cache
 from typing import Any
 
 from meshwise.core.dtypes import DType, parse_dtype
@@ -349,18 +349,35 @@ def _narrow(of: Mapping[str, Any]) -> DType | None:
 
 
 def _names(pattern: Any, part: str) -> bool:
-    """Whether a pattern names a part of an ordinary layer: a regular expression after `re:`, a glob, or a module."""
+    """Whether a pattern names a part of an ordinary layer: a regular expression after `re:`, a glob, or a module.
+
+    Published files list tens of thousands of modules: most are told apart by how they begin.
+    """
     text = str(pattern)
-    for name in _MODULES[part]:
-        for module in (f"model.{name}", f"language_model.model.{name}", f"model.language_model.{name}"):
-            full = module.replace("#", _LAYER)
-            if text.startswith("re:"):
-                with contextlib.suppress(re.error):  # what is no regular expression names nothing
-                    if re.match(text[3:], full):
-                        return True
-            elif f".{text}." in f".{full}." or fnmatch(full, text) or fnmatch(full, f"{text}.*"):
-                return True
-    return False
+    if text.startswith("re:"):
+        expression = _expression(text[3:])
+        return expression is not None and any(map(expression.match, _full_names(part)))
+    begin = re.split(r"[*?[]", text, maxsplit=1)[0]
+    globs = (text, f"{text}.*") if begin != text else ()
+    return any(
+        f".{text}." in f".{module}." or (module.startswith(begin) and any(fnmatch(module, glob) for glob in globs))
+        for module in _full_names(part)
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _expression(text: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError):  # it names nothing
+        return None
+
+
+@cache
+def _full_names(part: str) -> tuple[str, ...]:
+    """Modules of a part of an ordinary layer, as models have them."""
+    own = [name.replace("#", _LAYER) for name in _MODULES[part]]
+    return tuple(f"{top}.{name}" for name in own for top in ("model", "language_model.model", "model.language_model"))
 
 
 #: A layer that is neither the first nor the last of any model, whose modules are as most are.
