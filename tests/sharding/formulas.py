@@ -203,7 +203,9 @@ def _scaled(op: Op, inputs: Sequence[Part]) -> np.ndarray:
 def _scaled_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
     if isinstance(op, Elementwise) and op.linear:
         return 0.5 * grad.values
-    return grad.values * (1 - np.tanh(inputs[0].values) ** 2)
+    (read,) = inputs
+    made = read.values if isinstance(op, Elementwise) and op.by_output else np.tanh(read.values)
+    return grad.values * (1 - made**2)
 
 
 def _join(op: Op, inputs: Sequence[Part]) -> np.ndarray:
