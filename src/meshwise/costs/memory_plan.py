@@ -206,7 +206,11 @@ def _largest_moments(moments: Iterable[Moment], symbols: Symbols) -> tuple[Momen
         mine, there = weights[one], weights[other]
         return mine.keys() <= there.keys() and all(there[volume] >= w for volume, w in mine.items())
 
-    return tuple(one for one in weights if not any(other != one and within(one, other) for other in weights))
+    largest: list[Moment] = []
+    for one in sorted(weights, key=lambda one: sum(weights[one].values()), reverse=True):
+        if not any(within(one, other) for other in largest):  # two that hold the same in other orders count once
+            largest.append(one)
+    return tuple(one for one in weights if one in largest)
 
 
 def _buffers(
