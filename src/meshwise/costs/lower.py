@@ -6,11 +6,11 @@ What is left after lowering is arithmetic on sizes. Not here: sizes, or what the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from meshwise.core.tensors import (
     Attention,
@@ -97,7 +97,9 @@ class Lowered:
         self._copies = [symbolic.copies(replace(block, repeat=1)) for block in program]
         self._training: dict[LayoutChoices, tuple[LoweredTrainingBlock, ...]] = {}
         self._serving: dict[ServingLayoutChoices, tuple[LoweredServingBlock, ...]] = {}
-        self._blocks: dict[Hashable, Any] = {}  # so that layout choices that do not matter to a block share it
+        # So that layout choices that do not matter to a block share it.
+        self._of_training: dict[tuple[int, LayoutChoices, bool], LoweredTrainingBlock] = {}
+        self._of_serving: dict[tuple[int, Strategy], LoweredServingBlock] = {}
 
     def training(self, choices: LayoutChoices) -> tuple[LoweredTrainingBlock, ...]:
         """The blocks of a training step.
@@ -120,11 +122,11 @@ class Lowered:
     ) -> LoweredTrainingBlock:
         """Lower one block; `rest` marks copies that a remat policy leaves out."""
         key = number, choices, rest
-        if key not in self._blocks:
+        if key not in self._of_training:
             named = replace(block, name=f"{block.name} (all kept)") if rest else block
             one = self.symbolic.training(self._copies[number], choices)
-            self._blocks[key] = replace(one, placed=replace(one.placed, block=named), one=one, rest=rest)
-        return self._blocks[key]
+            self._of_training[key] = replace(one, placed=replace(one.placed, block=named), one=one, rest=rest)
+        return self._of_training[key]
 
     def serving(self, step: str, choices: ServingLayoutChoices) -> tuple[LoweredServingBlock, ...]:
         """The blocks of a serving step, of whose model this is the program."""
@@ -132,10 +134,10 @@ class Lowered:
             strategy, found = choices.strategy(step), []
             for number, block in enumerate(self.program):
                 own = _relevant_rules(strategy, block)
-                if (number, own) not in self._blocks:
+                if (number, own) not in self._of_serving:
                     one = self.symbolic.serving(self._copies[number], own)
-                    self._blocks[number, own] = replace(one, placed=replace(one.placed, block=block), one=one)
-                found.append(self._blocks[number, own])
+                    self._of_serving[number, own] = replace(one, placed=replace(one.placed, block=block), one=one)
+                found.append(self._of_serving[number, own])
             self._serving[choices] = tuple(found)
         return self._serving[choices]
 
@@ -143,10 +145,12 @@ class Lowered:
 class _Part(cached_property[T]):
     """A part of a lowered block that does not depend on how many copies of it there are: worked out of one."""
 
-    def __get__(self, block: Any, owner: Any = None) -> Any:
-        if block is None or block.one is None:
+    def __get__(self, block: object, owner: type | None = None) -> T:  # type: ignore[override]
+        one = getattr(block, "one", None)
+        if one is None or self.attrname is None:
             return super().__get__(block, owner)
-        found = block.__dict__[self.attrname] = super().__get__(block.one, owner)
+        found: T = super().__get__(one, owner)
+        block.__dict__[self.attrname] = found
         return found
 
 
