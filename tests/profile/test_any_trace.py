@@ -4,6 +4,7 @@ A trace has causes of its own, which may be larger; against the trace without th
 named first whatever else there is.
 """
 
+import re
 from functools import cache
 
 import numpy as np
@@ -61,11 +62,11 @@ def changed_most(before, after):
 @pytest.mark.parametrize("into", [0.25, 0.5, 0.8])
 @pytest.mark.parametrize("paths", [PAX, DLRM, [RESNET], [QWEN], [SGLANG], [GPU_ONLY], [TE]], ids=lambda p: p[0][-12:])
 def test_a_gap_of_5_ms(paths, into):
-    """It is a cause of its own, the first unless the program loses more by another."""
+    """It is a cause of its own, the first unless the program loses more by another, or twice as much here and there."""
     for before, after in both(paths, lambda traces: with_gap(traces, 5 * MS, into)):
         gaps = [c for c in after.causes if c.name == "host-gap" and c.share == 1]
         own = next(c for c in gaps if c.seconds == pytest.approx(5 * MS, rel=WITHIN))
-        assert after.causes.index(own) <= sum(c.seconds > 4.5 * MS for c in before.causes)
+        assert after.causes.index(own) <= sum(c.seconds * c.weight > 4.5 * MS for c in before.causes)
         assert changed_most(before, after) == ("host-gap", pytest.approx(5 * MS, rel=WITHIN))
 
 
@@ -107,6 +108,35 @@ def test_one_slow_all_reduce_in_one_step_is_first():
 def test_an_all_reduce_made_exposed(paths):
     for before, after in both(paths, lambda traces: with_longer_collective(traces, 5 * MS)):
         assert changed_most(before, after) == ("exposed-collective", pytest.approx(5 * MS, rel=WITHIN))
+
+
+def test_a_slow_collective_of_every_step_is_told_from_those_of_its_size():
+    """Others of its group send as many bytes, and take less; its name is its own."""
+    profile = profile_traces(with_longer_collective(traces_of(PAX[0]), 5 * MS))
+    found = next(c for c in find_causes(profile) if c.name == "exposed-collective")
+    assert found.seconds == pytest.approx(5 * MS + 0.00102, rel=0.01)  # it was slower before
+    assert re.search(r"1 of \d+ reduce-scatters of 4.50 MiB a step take 6.0", found.evidence)
+
+
+def test_a_slow_collective_is_told_from_larger_ones():
+    """Of few sizes each is its own; what sends less takes no longer."""
+    sizes = [1e6, 2e6, 3e6, 4e6, 5e6]
+    for late, found in ((0, True), (4, False)):  # the largest may take longer
+        ops = tuple(
+            OpKind(f"reduce{n}", Activity.COLLECTIVE, "collective", collective=Collective("all-reduce", size, 8))
+            for n, size in enumerate(sizes)
+        )
+        stream, now = StreamBuilder("0"), 0
+        for _ in range(3):
+            for number in range(len(ops)):
+                length = 6 if number == late else 1
+                stream.add(now, length * 10**9, number)
+                now += length * 10**9
+        device = Device("rank 0", "", 0, "", (stream.build(),))
+        markers = tuple(Marker(f"step {step}", step * now // 3, now // 3, 0) for step in range(3))
+        profile = profile_traces([Trace("t", "chrome", ops, (device,), markers)])
+        alone = [c for c in find_causes(profile) if "larger ones" in c.evidence]
+        assert [c.seconds for c in alone] == ([pytest.approx(5 * MS)] if found else [])
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -20,7 +20,7 @@ class Diagnosis(Answer):
 
     Args:
         profile: the measured side.
-        causes: a straggler first, then what makes few steps longer, then the costliest.
+        causes: a straggler first, then what makes few steps longer, then the costliest by weight.
         beside: the profile beside its plan, None without one.
         comparison: with an earlier profile, None without one.
     """
@@ -32,9 +32,10 @@ class Diagnosis(Answer):
 
     @property
     def named(self) -> tuple[Cause, ...]:
-        """The causes that the first line names."""
-        large = [c for c in self.causes if c.seconds >= NAMED * self.profile.step_s]
-        return tuple((large or list(self.causes[:1]))[:_MOST_NAMED])
+        """The causes that the first line names: the first, and the costliest of the others, in their order."""
+        large = [c for c in self.causes[1:] if c.seconds >= NAMED * self.profile.step_s]
+        costliest = sorted(large, key=lambda c: -c.seconds)[: _MOST_NAMED - 1]
+        return tuple(c for place, c in enumerate(self.causes) if place == 0 or c in costliest)
 
     @property
     def reachable_s(self) -> float:

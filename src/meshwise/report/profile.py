@@ -54,7 +54,7 @@ def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
             if diagnosis.beside
             else parts_bars(profile),
             joined_line(diagnosis.beside),
-            None if diagnosis.comparison else causes_table(diagnosis.causes[:_BRIEF_CAUSES]),
+            None if diagnosis.comparison else causes_table(_briefly(diagnosis)),
             None if diagnosis.beside or diagnosis.comparison else _operations(profile, _BRIEF_TOP),
         ),
         body=said(
@@ -145,6 +145,11 @@ def causes_table(causes: tuple[Cause, ...]) -> RenderableType | None:
     if not causes:
         return None
     return tabulate(_CAUSES, causes, note=lambda c: f"{c.evidence}. Change: {c.change}")
+
+
+def _briefly(diagnosis: Diagnosis) -> tuple[Cause, ...]:
+    """The first causes, and what else the first line names."""
+    return tuple(c for place, c in enumerate(diagnosis.causes) if place < _BRIEF_CAUSES or c in diagnosis.named)
 
 
 def _categories(profile: Profile) -> RenderableType:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 LEAST = 0.003
 #: Those from this share on are named in the first line, and what few steps have goes first.
 NAMED = 0.02
+#: What is spread over many operations or places counts for this much in the order, against what one thing costs: a
+#: change gains a part of it. What is left over, without a reason, comes last.
+SPREAD, LEFT_OVER = 0.5, 0.0
 
 #: Name of a cause -> what it means.
 NAMES = {
@@ -46,6 +49,7 @@ class Cause:
         change: what to do about it.
         what: the cause in a few words, for the first line.
         share: of the steps that have it, where these are few; else 1.
+        weight: of its seconds in the order of causes: 1, `SPREAD` or `LEFT_OVER`.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Cause:
     change: str
     what: str
     share: float = 1.0
+    weight: float = 1.0
 
     @property
     def average(self) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwise.core.units import format_time
 from meshwise.hardware import Chip
-from meshwise.profile.causes.cause import Cause
+from meshwise.profile.causes.cause import SPREAD, Cause
 from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, Roofline, roofline_of
 from meshwise.profile.profile import Profile
@@ -133,7 +133,7 @@ def _matmuls(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]
         f"{len(slow)} products reach less than half of their roofline; the worst, {size} in "
         f"{dtype or 'an unknown format'}, {near.share:.0%} of the bound by {near.bound}"
     )
-    yield Cause("slow-matmul", seconds, evidence, _mend(m, k, n, dtype, near), "slow products")
+    yield Cause("slow-matmul", seconds, evidence, _mend(m, k, n, dtype, near), "slow products", weight=SPREAD)
 
 
 def _padding(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]:
@@ -156,7 +156,7 @@ def _padding(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]
         f"most is lost in {size}, multiplied as {padded}: {format_time(loss)}"
     )
     change = "choose sizes (vocabulary, heads, tokens of an expert) that fill the tiles on each device"
-    yield Cause("padding", seconds, evidence, change, "products are padded")
+    yield Cause("padding", seconds, evidence, change, "products are padded", weight=SPREAD)
 
 
 def _padded(sizes: tuple[int, int, int], chip: Chip) -> tuple[int, ...]:
@@ -212,7 +212,8 @@ def _chains(profile: Profile) -> Iterator[Cause]:
             f"the longest of each chain alone {format_time(longest / SECOND / weight)}"
         )
         change = "compile the model: torch.compile, or jax.jit around all of it"
-        yield Cause("elementwise-not-fused", seconds, evidence, change, "elementwise operations are not fused")
+        what = "elementwise operations are not fused"
+        yield Cause("elementwise-not-fused", seconds, evidence, change, what, weight=SPREAD)
 
 
 def _layouts(ops: tuple[OpTime, ...], written: tuple[OpTime, ...]) -> Iterator[Cause]:
@@ -226,4 +227,4 @@ def _layouts(ops: tuple[OpTime, ...], written: tuple[OpTime, ...]) -> Iterator[C
             f"{format_time(seconds)}, most in {name[:60]} ({format_time(found[0].seconds)})"
         )
         change = "keep one layout through the block; fuse the copies with their neighbours"
-        yield Cause("layout-change", seconds, evidence, change, "copies and layout changes")
+        yield Cause("layout-change", seconds, evidence, change, "copies and layout changes", weight=SPREAD)

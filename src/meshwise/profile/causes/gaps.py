@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.core.units import format_time
-from meshwise.profile.causes.cause import LEAST, Cause
+from meshwise.profile.causes.cause import LEAST, SPREAD, Cause
 from meshwise.profile.kinds import short_name
 from meshwise.profile.places import Place, Seconds, gap_places, standing_out
 from meshwise.profile.profile import DeviceTimes, Profile
@@ -107,7 +107,8 @@ def _other_gaps(gaps: Sequence[_Gap]) -> Iterator[Cause]:
             f"other gaps at {sum(g.number for g in found):,} places, {format_time(seconds)} a step in all, the most of "
             f"it {_where(first.place)} ({format_time(first.seconds)}){host}"
         )
-        yield Cause(name, seconds, evidence, _why(first.host)[1], _WHAT.get(name) or "gaps of over 0.5 ms")
+        what = _WHAT.get(name) or "gaps of over 0.5 ms"
+        yield Cause(name, seconds, evidence, _why(first.host)[1], what, weight=SPREAD)
 
 
 def _launches(profile: Profile, places: Sequence[Place]) -> Iterator[Cause]:
@@ -122,7 +123,7 @@ def _launches(profile: Profile, places: Sequence[Place]) -> Iterator[Cause]:
             f"each, {format_time(rest)} in all{launched}"
         )
         change = "fewer, larger operations: compile or fuse them, replay them as a CUDA graph (command buffers in XLA)"
-        yield Cause("launch-bound", rest, evidence, change, "many short gaps between launches")
+        yield Cause("launch-bound", rest, evidence, change, "many short gaps between launches", weight=SPREAD)
 
 
 def _why(host: str) -> tuple[str, str]:

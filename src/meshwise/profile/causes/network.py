@@ -16,7 +16,10 @@ from meshwise.profile.causes.strided import strided_groups
 from meshwise.profile.groups import Group, communication, key_of
 from meshwise.profile.places import Place, collective_places, standing_out, unusual_steps
 from meshwise.profile.profile import Profile
+from meshwise.profile.trace import OpKind
 
+#: Fewer runs of one size are compared with larger ones, too: those take no less.
+_FEWEST_ALIKE = 3
 _LATE = "look at what comes before it: a device that is late, work that once hid it; at the network's other users"
 
 
@@ -27,8 +30,8 @@ def network_causes(profile: Profile) -> Iterator[Cause]:
     yield from strided.values()
     lost = {group: cause.seconds for group, cause in strided.items()}
     runs = collective_places(profile)
-    places = [[p for t in group.ops for p in runs.get(t.kind, ())] for group in groups]
-    exposed = [sum(float(p.seconds.mean()) for p in found) for found in places]
+    places = [[(t.kind, p) for t in group.ops for p in runs.get(t.kind, ())] for group in groups]
+    exposed = [sum(float(p.seconds.mean()) for _, p in found) for found in places]
     total = sum(exposed)  # collectives that run at the same time share what is exposed
     for group, found, own in zip(groups, places, exposed, strict=True):
         wire = own * profile.partition_s["exposed_collective"] / total if total else 0.0
@@ -39,26 +42,36 @@ def network_causes(profile: Profile) -> Iterator[Cause]:
             yield _exposed(group, seconds)
 
 
-def _single(profile: Profile, group: Group, places: Sequence[Place]) -> Iterator[Cause]:
+def _single(profile: Profile, group: Group, runs: Sequence[tuple[OpKind, Place]]) -> Iterator[Cause]:
     """Runs of a collective that stand out: in few steps, or in each from the other runs of the same size."""
-    unusual, usual = standing_out(places, profile.step_s)
+    unusual, usual = standing_out([place for _, place in runs], profile.step_s)
     for found in unusual:
         evidence = f"in {found.steps} one {group.kind} takes {format_time(found.seconds)} longer that nothing hides"
         what = f"{group.kind} is not hidden in {found.steps}"
         yield Cause("exposed-collective", found.seconds, evidence, _LATE, what, found.share)
-    alike: dict[str, list[float]] = defaultdict(list)
-    for place, seconds in zip(places, usual, strict=True):
-        alike[place.name].append(float(seconds.mean()))
-    for name, means in alike.items():
-        slow = unusual_steps(np.array(means), profile.step_s)
-        if slow.any():
-            most = float(np.median(np.array(means)[~slow]))
-            more = float((np.array(means)[slow] - most).sum())
+    means = [(kind, float(seconds.mean())) for (kind, _), seconds in zip(runs, usual, strict=True)]
+    for name, alike, larger in _by_size(means):
+        others = alike if len(alike) >= _FEWEST_ALIKE else larger
+        slow = unusual_steps(np.array(others), profile.step_s)
+        late = np.array(alike)[slow[: len(alike)]]
+        if len(late):
+            more = float((late - np.median(np.array(others)[~slow])).sum())
             evidence = (
-                f"{int(slow.sum())} of {len(means)} {group.kind}s a step by {name[:60]} take {format_time(more)} "
-                "longer than the others, and nothing hides them"
+                f"{len(late)} of {len(alike)} {group.kind}s of {name} a step take {format_time(more)} longer than "
+                f"{'the others' if others is alike else 'larger ones'}, and nothing hides them"
             )
             yield Cause("exposed-collective", more, evidence, _LATE, f"{group.kind} is not hidden")
+
+
+def _by_size(means: Sequence[tuple[OpKind, float]]) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Collectives of one size (or name, if that is not known): what each takes, and what these and larger ones take."""
+    alike: dict[tuple[float, str], list[float]] = defaultdict(list)
+    for kind, seconds in means:
+        size = kind.collective.num_bytes if kind.collective else None
+        alike[(size, format_bytes(size)) if size else (0.0, kind.name[:60])].append(seconds)
+    for (size, name), own in alike.items():
+        larger = [s for (other, _), found in alike.items() if other > size > 0 for s in found]
+        yield name, own, own + larger
 
 
 def _exposed(group: Group, seconds: float) -> Cause:

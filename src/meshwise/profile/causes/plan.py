@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwise.core.units import format_time
 from meshwise.profile.beside import Beside
-from meshwise.profile.causes.cause import Cause
+from meshwise.profile.causes.cause import LEFT_OVER, Cause
 
 #: Causes that explain why the passes take longer than planned.
 _OF_PASSES = ("attention-not-fused", "elementwise-not-fused", "slow-matmul", "layout-change", "unplanned-recompute")
@@ -45,4 +45,5 @@ def plan_causes(beside: Beside, found: Sequence[Cause]) -> Iterator[Cause]:
             f"{format_time(explained)}{most}"
         )
         change = "compare operation by operation (--details): kernels, number formats, sizes, the chip's calibration"
-        yield Cause("slower-than-planned", more - explained, evidence, change, "computation is slower than planned")
+        what = "computation is slower than planned"
+        yield Cause("slower-than-planned", more - explained, evidence, change, what, weight=LEFT_OVER)

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 
 from meshwise.core.units import format_time
-from meshwise.profile.causes.cause import Cause
+from meshwise.profile.causes.cause import SPREAD, Cause
 from meshwise.profile.peers import slower_by
 from meshwise.profile.profile import DeviceTimes, Profile
 
@@ -41,7 +41,7 @@ def straggler_causes(profile: Profile) -> Iterator[Cause]:
             f"{len(devices)} devices recorded; the last to arrive is not always the same"
         )
         change = "even out work: sequence lengths, experts, pipeline stages; pin host threads"
-        yield Cause("waiting", waited, evidence, change, "waiting for each other")
+        yield Cause("waiting", waited, evidence, change, "waiting for each other", weight=SPREAD)
 
 
 def _lateness(profile: Profile, place: int, computes: float) -> float:
