@@ -47,3 +47,15 @@ def test_the_compiler_agrees_with_the_best_plan_of_our_own_runtime(command):
     assert verified.fits
     assert lines["arguments"].compiled == pytest.approx(lines["arguments"].predicted, rel=0.01)
     assert lines["peak"].compiled == pytest.approx(lines["peak"].predicted, rel=0.15)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_plan_can_take_the_time_that_it_says(command):
+    pytest.importorskip("libtpu" if "v5p" in command else "jax_cuda12_plugin")
+    plan = planned(command)[0]
+    if "meshwise" not in runs_in(plan):
+        pytest.skip("another tool's plan")
+    verified = meshwise.verify(plan)
+    assert verified.fits
+    assert verified.unexplained_share < 0.02
+    assert verified.floor.verdict != "impossible"

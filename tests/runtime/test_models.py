@@ -69,6 +69,11 @@ SPLIT = {
         {"data": 2, "expert": 2, "tensor": 2, "sequence_parallel": False, "fully_sharded": False,
          "num_microbatches": 2, "remat": "matmuls"},
     ),
+    "experts-whole-over-context": (
+        "gpt_oss",
+        {"context": 2, "expert": 2, "tensor": 2, "fully_sharded": False, "zero": 1, "context_method": "ring",
+         "num_microbatches": 2},
+    ),
     "learned-positions": ("gpt2", {"data": 2, "zero": 1, "tensor": 2, "fsdp": 2, "num_microbatches": 2}),
 }  # fmt: skip
 

@@ -27,6 +27,14 @@ LAYOUTS = {
         "stage": 2, "data": 2, "zero": 1, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4,
         "remat_layers": 4,
     },
+    "interleaved-whole-ring": {
+        "stage": 2, "context": 2, "tensor": 2, "zero": 1, "fully_sharded": False, "context_method": "ring",
+        "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4,
+    },
+    "gpipe-whole": {
+        "stage": 2, "ulysses": 2, "data": 2, "zero": 1, "fully_sharded": False, "schedule": "gpipe",
+        "num_microbatches": 4, "remat": "none",
+    },
     "fewer-microbatches-than-stages": {"stage": 4, "data": 2, "num_microbatches": 2, "micro_batch": 2},
 }  # fmt: skip
 

@@ -17,6 +17,17 @@ LAYOUTS = {
     "context-ulysses-tensor": {"context": 2, "ulysses": 2, "tensor": 2},
     "ring": {"context": 4, "tensor": 2, "context_method": "ring"},
     "ring-ulysses": {"context": 2, "ulysses": 2, "data": 2, "context_method": "ring", "num_microbatches": 2},
+    "whole-context": {
+        "context": 2, "ulysses": 2, "data": 2, "fully_sharded": False, "num_microbatches": 2, "remat": "none",
+    },
+    "whole-context-zero-1": {
+        "context": 2, "fsdp": 2, "data": 2, "zero": 1, "fully_sharded": False, "num_microbatches": 2,
+        "context_method": "ring",
+    },
+    "pieces-whole-context": {
+        "context": 4, "tensor": 2, "fully_sharded": False, "zero": 1, "num_microbatches": 2, "remat": "none",
+        "collective_matmul": "bidirectional",
+    },
     "pieces": {"fsdp": 2, "tensor": 4, "collective_matmul": "bidirectional"},
     "pieces-whole-stream": {"fsdp": 2, "tensor": 4, "sequence_parallel": False, "collective_matmul": "unidirectional"},
     "pieces-of-replicas": {

@@ -65,6 +65,24 @@ def test_gradients_are_scattered_as_they_are_added_up(layout, scattered, arrays)
     assert sum(whole.values()) < 2 * norms, whole
 
 
+@pytest.mark.parametrize("pipeline", [{}, {"stage": 2}])
+def test_gradients_of_whole_weights_are_reduced_once_a_step(pipeline):
+    """Over axes that split positions, too, however many microbatches there are."""
+    layout = {
+        "context": 2,
+        "context_method": "ring",
+        "tensor": 2,
+        "fully_sharded": False,
+        "zero": 1,
+        "num_microbatches": 4,
+    }
+    arrays, received = compiled({**layout, **pipeline}, dense("D=32 F=64 L=4 N=8 K=4 H=8 V=64"))
+    norms = 4 * 32 * (2 * 4 + 1)
+    assert arrays["reduce-scatter", ("context",)] >= 7 + 2 + 3  # whole stacks of matrices and norms, head and table
+    assert not received["all-reduce", ("context",)]
+    assert received["all-reduce", ("context", "tensor")] < 2 * 4 * norms
+
+
 def test_ulysses_exchanges_positions_for_heads_and_gathers_neither():
     arrays, received = compiled({"ulysses": 4, "fully_sharded": False, "remat": "full"})
     own = 4 * 4 * (2 * 64 + 2 * 32)  # bytes of a device's four positions: queries, what attention gives; keys, values

@@ -107,6 +107,9 @@ class _Walk:
             with jax.named_scope(op.name):
                 self._keep(op, look_up(op, inputs[0], inputs[1], self.placement, splits))
             return
+        if not isinstance(op, Einsum):
+            backs = [self.placement.reduced(t.axes) for t in read]
+            inputs = [plain(self.placement.of_all(x, back)) for x, back in zip(inputs, backs, strict=True)]
         with jax.named_scope(op.name):
             out = self._compute(op, inputs, splits)
         local = Sharding.of(op.output.axes, splits)
@@ -126,7 +129,6 @@ class _Walk:
             if isinstance(weight, Narrow):
                 return weight.multiply(op, inputs[0])
             return multiply(op, inputs[0], weight, self.placement, splits)
-        inputs = [plain(x) for x in inputs]
         if op.name == "top_k":
             return self._choose(op, inputs, splits)
         if isinstance(op, Elementwise):

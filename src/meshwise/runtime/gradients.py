@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 from meshwise.costs.schedules import Rounds
 from meshwise.runtime.accumulated import losses_onto
 from meshwise.runtime.layers import Stack
-from meshwise.runtime.params import Parameter, Tree
+from meshwise.runtime.params import Parameter, Tree, watch
 from meshwise.runtime.pipeline import pipelined
 from meshwise.runtime.shardings import complete
 from meshwise.runtime.stages import Stages
-from meshwise.runtime.watched import sunk, watch
+from meshwise.runtime.watched import sunk
 from meshwise.sharding.layout import Layout
 
 Batch = Mapping[str, jax.Array]
@@ -71,7 +71,7 @@ class Accumulation:
             one = self._of_each_replica(self._of_stages if staged else self._of_batch)
             loss, gradients = one(weights, batch if staged else {name: x[0] for name, x in batch.items()})
             gradients = self._hold(jax.tree.map(lambda g: g.astype(self.dtype), gradients))
-        return (jnp.sum(loss), self._of_all_replicas(gradients)) if self.replicas else (loss, gradients)
+        return jnp.sum(loss), self._reduced(gradients)
 
     def _of_stages(self, stack: Stack) -> LossAndGradients:
         """The function of all microbatches of a pipeline."""
@@ -86,7 +86,8 @@ class Accumulation:
             return jnp.sum(stack.losses(weights, batch["tokens"], batch["labels"]))
 
         def one(weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-            total, gradients = jax.value_and_grad(loss)(watch(weights, self.reductions), batch)
+            watched = watch(weights, self.parameters, stack.placement, self.reductions)
+            total, gradients = jax.value_and_grad(loss)(watched, batch)
             return total, sunk(gradients)
 
         return one
@@ -95,7 +96,7 @@ class Accumulation:
         """The function that adds the gradients of a microbatch to accumulators."""
 
         def one(weights: Tree, microbatch: Batch, totals: Tree) -> tuple[jax.Array, Tree]:
-            watched = watch(weights, self.reductions)
+            watched = watch(weights, self.parameters, stack.placement, self.reductions)
 
             def loss(passed: Tree) -> tuple[jax.Array, Tree]:
                 losses, passed = losses_onto(stack, watched, passed, microbatch["tokens"], microbatch["labels"])
@@ -118,14 +119,15 @@ class Accumulation:
             return (total[0] + loss, self._hold(added)), None
 
         lead = (self.layout.data,) if self.replicas else ()
-        zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), self.dtype), self.parameters)
+        placement = self.stack.placement
+        zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.sum_shape(placement)), self.dtype), self.parameters)
         return jax.lax.scan(add, (jnp.zeros(lead, jnp.float32), self._hold(zeros)), batch)[0]
 
     def _hold(self, gradients: Tree) -> Tree:
         """Keep gradients where they are accumulated; those of replicas have a dimension in front."""
         lead = (_REPLICAS,) if self.replicas else ()
         placement = replace(self.stack.placement, outside=frozenset(lead))
-        return jax.tree.map(lambda p, g: p.hold(g, placement, placement.reduces, lead), self.parameters, gradients)
+        return jax.tree.map(lambda p, g: p.hold_sum(g, placement, lead), self.parameters, gradients)
 
     def _of_each_replica(self, make: Callable[[Stack], LossAndGradients]) -> LossAndGradients:
         """What `make` makes of the model; or each replica alone, with sequences dealt to them, numbered in front."""
@@ -152,17 +154,22 @@ class Accumulation:
 
         return one
 
-    def _of_all_replicas(self, gradients: Tree) -> Tree:
-        """Add up what replicas have, and leave each device what its optimizer reads."""
-        placement = self.stack.placement
+    def _reduced(self, gradients: Tree) -> Tree:
+        """Add up what replicas and devices have of their own, and leave each device what its optimizer reads."""
+        placement, lead = self.stack.placement, (_REPLICAS,) if self.replicas else ()
 
         def one(parameter: Parameter, gradient: jax.Array) -> jax.Array:
+            pending, layers = parameter.pending(placement), len(parameter.stack)
+            if not (lead or pending):
+                return gradient
             each, home = (parameter.stacked_sharding(placement, part) for part in ("gradients", "optimizer"))
 
             def local(own: jax.Array) -> jax.Array:
-                return complete(own[0], each, home, (_REPLICAS,), placement)
+                own = own[0] if lead else own
+                own = jnp.squeeze(own, layers) if pending else own
+                return complete(own, each, home, (*pending, *lead), placement)
 
-            reads, made = PartitionSpec(_REPLICAS, *placement.spec(each)), placement.spec(home)
+            reads, made = PartitionSpec(*lead, *parameter.sum_spec(placement)), placement.spec(home)
             return placement.local(local, reads, made)(gradient)
 
         return jax.tree.map(one, self.parameters, gradients)

@@ -47,7 +47,7 @@ def look_up(
     split, over = placement.split(held.splits[0]), others(held, placement)
     # Devices that hold the same rows of the output have the same gradient of them, of which each takes its share.
     alike = placement.ways(others(home, placement))
-    index_spec, table_spec, home_spec, back_spec = map(placement.spec, (found, held, home, back))
+    index_spec, table_spec, home_spec = map(placement.spec, (found, held, home))
 
     def rows(index: jax.Array, height: int) -> tuple[jax.Array, jax.Array]:
         """Which of one device's rows are picked, and whether it holds them."""
@@ -76,8 +76,9 @@ def look_up(
             (d_rows,) = jax.linear_transpose(lambda picked: added_up(picked, here), like)(gradient / alike)
             # Else zeros for the whole table are made, and held, long before they are added to.
             zero, d_rows = jax.lax.optimization_barrier((jnp.zeros((), d_rows.dtype), d_rows))
-            return complete(jnp.broadcast_to(zero, own).at[place].add(d_rows), held, back, over, placement)
+            return placement.add_up(jnp.broadcast_to(zero, own).at[place].add(d_rows), held, back, over)
 
-        return None, placement.local(local, (index_spec, home_spec), back_spec)(index, gradient.astype(dtype))
+        made = placement.sum_spec(back)
+        return None, placement.local(local, (index_spec, home_spec), made)(index, gradient.astype(dtype))
 
     return with_gradient(forward, backward, index, table)

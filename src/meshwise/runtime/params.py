@@ -23,6 +23,7 @@ from meshwise.core.tensors import Block, Einsum, Lookup, Program, Tensor
 from meshwise.jobs.precision import is_projection
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 
 
@@ -115,6 +116,16 @@ def _with_keys(segments: list[Segment]) -> tuple[Segment, ...]:
     return tuple(replace(s, runs=tuple(named(r) for r in s.runs)) for s in segments)
 
 
+def watch(weights: Any, parameters: Any, placement: Placement, dtype: Any) -> Any:
+    """Put sinks of this format beside all weights of a tree whose gradients have another format or shape."""
+
+    def one(parameter: Parameter, w: jax.Array) -> Any:
+        shape = parameter.sum_shape(placement)
+        return w if (w.shape, w.dtype) == (shape, dtype) else Watched(w, jnp.zeros(shape, dtype))
+
+    return jax.tree.map(one, parameters, weights)
+
+
 #: Key of a run or block -> name of a weight -> what is held for it.
 Tree = dict[str, dict[str, Any]]
 
@@ -158,6 +169,28 @@ class Parameter:
     def hold(self, x: jax.Array, placement: Placement, part: str, lead: tuple[str, ...] = ()) -> jax.Array:
         """Keep an array of its shape (weights, gradients, state) where `part` says."""
         return jax.lax.with_sharding_constraint(x, self.named(placement, part, lead))
+
+    # Its gradient while it is added up: what devices have of their own is numbered behind the layers
+
+    def pending(self, placement: Placement) -> tuple[str, ...]:
+        """Mesh axes over which its gradient is reduced once a step."""
+        return placement.pending(placement.reduced(self.tensor.axes))
+
+    def sum_shape(self, placement: Placement) -> tuple[int, ...]:
+        """Shape of the array that adds it up."""
+        pending, layers = self.pending(placement), len(self.stack)
+        return (*self.stack, *[placement.ways(pending)] * bool(pending), *self.shape[layers:])
+
+    def sum_spec(self, placement: Placement) -> PartitionSpec:
+        """How that array is split."""
+        layers = self.stacked_sharding(placement, placement.reduces).splits[: len(self.stack)]
+        own = placement.sum_spec(placement.reduced(self.tensor.axes))
+        return PartitionSpec(*placement.spec(Sharding(layers)), *own)
+
+    def hold_sum(self, x: jax.Array, placement: Placement, lead: tuple[str, ...] = ()) -> jax.Array:
+        """Keep that array where it is added up; `lead` as in `named`."""
+        spec = PartitionSpec(*lead, *self.sum_spec(placement))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
 
 
 def describe_parameters(

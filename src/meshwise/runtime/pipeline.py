@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from meshwise.core.errors import LayoutError
-from meshwise.runtime.params import Tree
+from meshwise.runtime.params import Tree, watch
 from meshwise.runtime.stages import Stages, added, of_stages
-from meshwise.runtime.watched import sunk, watch
+from meshwise.runtime.watched import mapped, sunk
 from meshwise.sharding.layout import Layout
 
 Batch = Mapping[str, jax.Array]
@@ -67,7 +66,7 @@ def pipelined(stages: Stages, weights: Tree, batch: Batch) -> tuple[jax.Array, T
 
     Returns: the sum of the losses of all tokens, and its gradients.
     """
-    spread = stages.spread(watch(weights, stages.reductions))
+    spread = stages.spread(watch(weights, stages.parameters, stages.stack.placement, stages.reductions))
     gpipe = stages.rounds.schedule == "gpipe"
     run = _all_forward_all_backward if gpipe else _one_forward_one_backward
     loss, gradients = run(stages, spread, batch)
@@ -270,8 +269,13 @@ class _Ticks:
             return ours
 
         def one(key: str, name: str, w: Any) -> Any:
-            spec = self._stored(key, name, "weights")
-            return jax.tree.map(lambda a: self.stages.pick(a, piece, spec), w)
+            parameter, placement = self.stages.parameters[key][name], self.stages.stack.placement
+            stored, added_up = parameter.named(placement, "weights").spec, parameter.sum_spec(placement)
+            return mapped(
+                w,
+                lambda w: self.stages.pick(w, piece, stored),
+                lambda sink: self.stages.pick(sink, piece, added_up),
+            )
 
         return {key: {name: one(key, name, w) for name, w in run.items()} for key, run in ours.items()}
 
@@ -281,16 +285,13 @@ class _Ticks:
             return added(gradients, found)
 
         def one(key: str, name: str, total: jax.Array) -> jax.Array:
-            spec = self._stored(key, name, "gradients")
+            spec = self.stages.parameters[key][name].sum_spec(self.stages.stack.placement)
             more = self.stages.pick(total, piece, spec) + found[key][name].astype(total.dtype)
             return self.stages.put(total, more, piece, spec)
 
         return gradients | {
             key: {name: one(key, name, gradients[key][name]) for name in run} for key, run in found.items()
         }
-
-    def _stored(self, key: str, name: str, part: str) -> PartitionSpec:
-        return self.stages.parameters[key][name].named(self.stages.stack.placement, part).spec
 
 
 def _of_batch(batch: jax.Array, number: jax.Array) -> jax.Array:

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from meshwise.core.tensors import Einsum, Kind, Tensor
 from meshwise.runtime.circle import Circle
 from meshwise.runtime.collective_matmul import Equation, gathered_products, scattered_products
-from meshwise.runtime.shardings import Placement, complete
-from meshwise.runtime.watched import Watched, linear, product, with_gradient
+from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import Watched, linear, mapped, product, with_gradient
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
 
@@ -71,7 +71,7 @@ class PlacedProducts:
         """
         spec, local, name = self.placement.spec, self.placement.local, self.products.moved.name
         held, at, outs = spec(self.input), tuple(map(spec, self.weights)), tuple(map(spec, self.outputs))
-        reduced = tuple(spec(self.placement.reduced(op.inputs[1].axes)) for op in self.products.ops)
+        reduced = tuple(self.placement.sum_spec(self.placement.reduced(op.inputs[1].axes)) for op in self.products.ops)
 
         def forward(x: jax.Array, *values: jax.Array) -> tuple[Arrays, Any]:
             with jax.named_scope(name):
@@ -136,7 +136,7 @@ class PlacedProducts:
         splits, weight = self.placement.splits(op), op.inputs[1]
         others = tuple(m for a in op.axes if a not in weight.axes for m in splits.get(a, ()))
         back = self.placement.reduced(weight.axes)
-        return complete(gradient, self.weights[number], back, others, self.placement)
+        return self.placement.add_up(gradient, self.weights[number], back, others)
 
 
 def _subscripts(op: Einsum, axes: Iterable[str]) -> tuple[str, str, str]:
@@ -194,10 +194,10 @@ def multiply(
     def reduced(x: jax.Array, gradient: jax.Array, dtype: Any) -> jax.Array:
         def local(x: jax.Array, gradient: jax.Array) -> jax.Array:
             part = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
-            return complete(part, held, back, partial, placement)
+            return placement.add_up(part, held, back, partial)
 
         reads = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in (op.inputs[0], op.output))
-        return placement.local(local, reads, placement.spec(back))(x, gradient)
+        return placement.local(local, reads, placement.sum_spec(back))(x, gradient)
 
     return product(letters, x, w, reduced, in_turn=op.name == "lm_head")
 
@@ -214,15 +214,21 @@ def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
 
     Returns: the copies, numbered in front, as `spread_spec` says.
     """
-    if isinstance(w, Watched):
-        return w.map(lambda part: spread(part, held, back, placement))
     one, many, over = placement.spec(held), spread_spec(held, placement), others(held, placement)
 
     def reduced(gradient: jax.Array) -> jax.Array:
-        return complete(gradient[0], held, back, over, placement)
+        return placement.add_up(gradient[0], held, back, over)
 
-    copied = placement.local(lambda w: w[None], one, many)
-    return linear(copied, placement.local(reduced, many, placement.spec(back)))(w)
+    def read(sink: jax.Array) -> jax.Array:
+        """One device's sink, as large as what it reads of the weight."""
+        ways = (placement.ways(b) // placement.ways(h) for b, h in zip(back.splits, held.splits, strict=True))
+        return jnp.broadcast_to(sink.reshape(-1)[0], (1, *(n * m for n, m in zip(sink.shape[1:], ways, strict=True))))
+
+    copied, each = placement.local(lambda w: w[None], one, many), placement.sum_spec(back)
+    home = placement.local(reduced, many, each)
+    if placement.pending(back):
+        return mapped(w, lambda w: jax.lax.stop_gradient(copied(w)), linear(placement.local(read, each, many), home))
+    return mapped(w, linear(copied, home))
 
 
 def spread_spec(held: Sharding, placement: Placement) -> PartitionSpec:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwise.core.tensors import Op, Tensor
-from meshwise.runtime.watched import Watched, linear
+from meshwise.runtime.watched import Watched, linear, mapped
 from meshwise.sharding import Sharding
 from meshwise.sharding.strategy import Strategy, iteration_space
 
@@ -50,12 +52,15 @@ class Placement:
         strategy: rule tables.
         outside: mesh axes that something around the program splits already: a batch of replicas, stages.
         reduces: the part of the rule tables, "gradients" or "optimizer", to which a microbatch's gradients are reduced.
+        once: mesh axes over which they are reduced once a step, unless those split them: until then each device adds
+            up its own.
     """
 
     mesh: Mesh
     strategy: Strategy
     outside: frozenset[str] = frozenset()
     reduces: str = "gradients"
+    once: tuple[str, ...] = ()
 
     @property
     def platform(self) -> str:
@@ -99,6 +104,35 @@ class Placement:
         """Where the gradient of a weight with these axes is reduced to."""
         return self.strategy.stored(axes, self.reduces)
 
+    def pending(self, back: Sharding) -> tuple[str, ...]:
+        """Mesh axes over which a gradient that is split as `back` waits for the end of the step."""
+        return tuple(a for a in self.split(self.once) if a not in back.splitting_axes)
+
+    def sum_spec(self, back: Sharding) -> PartitionSpec:
+        """How it is added up until then: what devices have of their own is numbered in front."""
+        pending = self.pending(back)
+        return PartitionSpec(*[pending] * bool(pending), *self.spec(back))
+
+    def add_up(self, x: jax.Array, source: Sharding, back: Sharding, partial: Collection[str]) -> jax.Array:
+        """Complete one device's part of a gradient, as `complete` does, but for what waits; the block of `sum_spec`."""
+        pending = self.pending(back)
+        assert set(pending) <= set(partial), f"devices along {pending} have the same gradient"
+        x = complete(x, source, back, [a for a in partial if a not in pending], self)
+        return x[None] if pending else x
+
+    def of_all(self, w: Any, back: Sharding) -> Any:
+        """A weight whose gradient is made for all devices at once; of those that add up their own, the first has it."""
+        pending = self.pending(back)
+        if not (pending and isinstance(w, Watched)):
+            return w
+
+        def first(gradient: jax.Array) -> jax.Array:
+            return jnp.where(part_index(pending, self) == 0, gradient, 0)[None]
+
+        one, each = self.spec(back), self.sum_spec(back)
+        own = linear(self.local(lambda sink: sink[0], each, one), self.local(first, one, each))
+        return Watched(w.value, own(w.sink))
+
     def move(self, x: Any, source: Sharding, target: Sharding, back: Sharding) -> Any:
         """Bring a value that is held as `source` to `target`, and its gradient to `back`, partial sums added.
 
@@ -116,7 +150,7 @@ class Placement:
             )
             x = linear(away, home)(x)
             return x if self.is_exchange(source, target) else self.move(x, there, target, there)
-        return self._move(x, (self.named(source), self.named(target)), self.named(back))
+        return self._move(x, (self.named(source), self.named(target)), back)
 
     def is_exchange(self, source: Sharding, target: Sharding) -> bool:
         """Whether one AllToAll brings a value from `source` to `target`."""
@@ -125,9 +159,9 @@ class Placement:
 
     def complete(self, x: Any, target: Sharding, back: Sharding) -> Any:
         """Add up the partial sums of a value and bring them to `target`, and its gradient to `back`."""
-        return self._move(x, (self.named(target),), self.named(back))
+        return self._move(x, (self.named(target),), back)
 
-    def _move(self, x: Any, ways: tuple[NamedSharding, ...], back: NamedSharding) -> Any:
+    def _move(self, x: Any, ways: tuple[NamedSharding, ...], back: Sharding) -> Any:
         if self.mesh.size == 1:
             return x
 
@@ -137,8 +171,11 @@ class Placement:
                 x = jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x) if place else x, way)
             return x
 
-        function = linear(moved, lambda gradient: jax.lax.with_sharding_constraint(gradient, back))
-        return x.map(function) if isinstance(x, Watched) else function(x)
+        def home(spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+            return partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(self.mesh, spec))
+
+        of_sink = linear(lambda sink: sink, home(self.sum_spec(back))) if self.pending(back) else None
+        return mapped(x, linear(moved, home(self.spec(back))), of_sink)
 
     def local(self, function: Callable[P, R], inputs: Any, outputs: Any) -> Callable[P, R]:
         """Run a function on each device's own blocks, which `inputs` and `outputs` (PartitionSpecs) say."""

@@ -19,6 +19,7 @@ from meshwise.costs.schedules import Rounds
 from meshwise.runtime.circle import Circle
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree
+from meshwise.runtime.watched import mapped
 
 #: Mesh axis of the stages.
 STAGE = "stage"
@@ -69,23 +70,26 @@ class Stages:
         """Copy embedding and head to each stage: a leading dimension, over which gradients are added up."""
 
         def one(parameter: Parameter, w: Any) -> Any:
-            def copied(part: jax.Array) -> jax.Array:
-                copies = jnp.broadcast_to(part, (self.count, *part.shape))
-                return parameter.hold(copies, self.stack.placement, "weights", (STAGE,))
+            def copies(part: jax.Array) -> jax.Array:
+                return jnp.broadcast_to(part, (self.count, *part.shape))
 
-            return jax.tree.map(copied, w)
+            return mapped(
+                w,
+                lambda w: parameter.hold(copies(w), self.stack.placement, "weights", (STAGE,)),
+                lambda sink: parameter.hold_sum(copies(sink), self.stack.placement, (STAGE,)),
+            )
 
         return self._of_shared(weights, one)
 
     def gathered_up(self, gradients: Tree) -> Tree:
         """Add up what stages have found for what they share."""
-        return self._of_shared(gradients, lambda p, g: p.hold(_added_up(g), self.stack.placement, "gradients"))
+        return self._of_shared(gradients, lambda p, g: p.hold_sum(_added_up(g), self.stack.placement))
 
     def accumulators(self, gradients: Tree) -> Tree:
         """Keep gradients where they are accumulated, each stage its own."""
 
         def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
-            return self.parameters[key][name].hold(gradient, self.stack.placement, "gradients", self._lead(key))
+            return self.parameters[key][name].hold_sum(gradient, self.stack.placement, self._lead(key))
 
         return {key: {n: one(key, n, g) for n, g in run.items()} for key, run in gradients.items()}
 
@@ -94,7 +98,7 @@ class Stages:
 
         def zeros(key: str, name: str) -> jax.Array:
             lead = (self.count,) if self._lead(key) else ()
-            return jnp.zeros((*lead, *self.parameters[key][name].shape), self.accumulates)
+            return jnp.zeros((*lead, *self.parameters[key][name].sum_shape(self.stack.placement)), self.accumulates)
 
         return self.accumulators({key: {name: zeros(key, name) for name in run} for key, run in like.items()})
 

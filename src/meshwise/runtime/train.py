@@ -51,6 +51,8 @@ from meshwise.sharding.remat import remat_policy
 #: Weights, a master copy where there is one, moments by name, and the number of steps taken.
 State = dict[str, Any]
 Batch = Mapping[str, jax.Array]
+#: Mesh axes, besides `data`, whose devices hold whole weights and gradients where a layout is not fully sharded.
+_WHOLE = ("context", "ulysses", "expert")
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,9 @@ def train_step(
     numerics = read_numerics(model)
     mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
     at_once = layout.num_microbatches == 1 and layout.stage == 1
-    placement = Placement(mesh, LayoutChoices.of(layout).strategy, reduces="optimizer" if at_once else "gradients")
+    once = () if at_once or layout.fully_sharded or layout.zero >= 2 else _WHOLE
+    reduces = "optimizer" if at_once else "gradients"
+    placement = Placement(mesh, LayoutChoices.of(layout).strategy, reduces=reduces, once=once)
     program = model.train_program()
     sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
     check_even(program, placement, sizes)

@@ -22,20 +22,16 @@ class Watched:
 
     Args:
         value: the weight.
-        sink: zeros of its shape.
+        sink: zeros of its shape; with a dimension in front where devices add up gradients of their own.
     """
 
     value: jax.Array
     sink: jax.Array
 
-    def map(self, change: Callable[[jax.Array], jax.Array]) -> Watched:
-        """Change both alike."""
-        return Watched(change(self.value), change(self.sink))
 
-
-def watch(weights: Any, dtype: Any) -> Any:
-    """Put sinks of this format beside all weights of a tree that are held in another."""
-    return jax.tree.map(lambda w: w if w.dtype == dtype else Watched(w, jnp.zeros(w.shape, dtype)), weights)
+def mapped(w: Any, change: Callable[[jax.Array], Any], of_sink: Callable[[jax.Array], Any] | None = None) -> Any:
+    """Change a weight; of a watched one the sink, too: alike, unless another function is given."""
+    return Watched(change(w.value), (of_sink or change)(w.sink)) if isinstance(w, Watched) else change(w)
 
 
 def sunk(gradients: Any) -> Any:
