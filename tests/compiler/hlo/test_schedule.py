@@ -58,6 +58,12 @@ def test_two_on_the_same_links_share_what_hides_them():
     assert found.exposed == pytest.approx(5 * GATHER_S - PRODUCT_S - written)
 
 
+def test_waiting_for_the_last_of_several_waits_for_all():
+    starts = [START.replace("%s", f"%s{n}") for n in range(5)]
+    ends = [DONE.replace("%d", f"%d{n}").replace("%s", f"%s{n}") for n in (4, 0, 1, 2, 3)]
+    assert floor_of(*starts, *ends).exposed == pytest.approx(5 * GATHER_S)
+
+
 def test_loops_count_and_hide_each_round():
     before = f"""%body (x: (s32[], bf16[8192,8192], bf16[1024,8192])) -> (s32[], bf16[8192,8192], bf16[1024,8192]) {{
   %x = (s32[], bf16[8192,8192]{{1,0}}, bf16[1024,8192]{{1,0}}) parameter(0)

@@ -8,7 +8,6 @@ charged for starting. Not here: which rates (`meshwise.compiler.floor`).
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,8 +121,10 @@ class _Walk:
     whole: Schedule
     computation: Computation
     now: float = 0.0
-    free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # mesh axis -> when its links are free
+    last: dict[str, _Key] = field(default_factory=dict)  # mesh axis -> the collective that uses its links last
+    begins: dict[_Key, float] = field(default_factory=dict)
     ends: dict[_Key, float] = field(default_factory=dict)
+    before: dict[_Key, _Key] = field(default_factory=dict)  # collective -> the one that it waited for
     started: dict[str, _Key] = field(default_factory=dict)  # start instruction -> collective
 
     def run(self) -> float:
@@ -179,17 +180,22 @@ class _Walk:
 
     def _start(self, key: _Key) -> None:
         links = self.whole._links[key]
-        begun = max([self.now, *(self.free[a] for a in links)])
-        self.ends[key] = begun + self.whole._seconds[key]
-        self.free.update(dict.fromkeys(links, self.ends[key]))
+        busy = max((self.last[a] for a in links if a in self.last), key=self.ends.__getitem__, default=key)
+        self.begins[key] = self.now
+        if busy != key and self.ends[busy] > self.now:
+            self.begins[key], self.before[key] = self.ends[busy], busy
+        self.ends[key] = self.begins[key] + self.whole._seconds[key]
+        self.last.update(dict.fromkeys(links, key))
 
     def _wait(self, key: _Key) -> None:
-        waited = max(0.0, self.ends[key] - self.now)
-        # What a collective before it on the same links still took is that one's.
-        own = min(waited, self.whole._seconds[key])
-        self.whole._exposed[key] = self.whole._exposed.get(key, 0.0) + own
-        self.now += waited
-        self.ends[key] = self.now
+        """Until it has ended; what is waited for is its own, and of those before it on the same links."""
+        exposed, until, at = self.whole._exposed, max(self.now, self.ends[key]), key
+        while self.ends[at] > self.now:
+            exposed[at] = exposed.get(at, 0.0) + self.ends[at] - max(self.now, self.begins[at])
+            if at not in self.before:
+                break
+            at = self.before[at]
+        self.now = until
 
     def _work(self, i: Instruction) -> float:
         if i.opcode == "while":
