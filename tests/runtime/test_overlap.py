@@ -9,9 +9,19 @@ from tests.runtime.steps import dense, make
 
 
 def test_only_platforms_whose_schedulers_are_told_have_options():
-    assert overlap_options("cpu") == {}
-    assert all(value is True for value in overlap_options("tpu").values())
-    assert overlap_options("cuda") == overlap_options("gpu") != {}
+    layout = Layout(fsdp=4)
+    assert overlap_options("cpu", layout) == {}
+    assert all(value is True for value in overlap_options("tpu", layout).values())
+    assert overlap_options("cuda", layout) == overlap_options("gpu", layout) != {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [(Layout(fsdp=8), {4}), (Layout(fsdp=4, ulysses=2), {8}), (Layout(data=2, fsdp=4, zero=1), set())],
+)
+def test_how_many_collectives_are_in_flight_follows_from_the_layout(layout, expected):
+    found = overlap_options("gpu", layout)
+    assert {many for name, many in found.items() if name.endswith("overlap_limit")} == expected
 
 
 def test_a_step_is_compiled_with_the_options_of_its_devices(monkeypatch):

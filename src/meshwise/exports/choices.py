@@ -302,7 +302,7 @@ XLA_OVERLAP = Overlap(
 def xla_note(choices: Choices) -> str:
     """With which options of the compiler collectives run beside compute, "" where the defaults do."""
     tpu = choices.chip.vendor == "google"
-    options = overlap_options("tpu" if tpu else "gpu")
+    options = overlap_options("tpu" if tpu else "gpu", choices.layout)
     if not options or not any(choices.hidden.values()):
         return ""
     words = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())

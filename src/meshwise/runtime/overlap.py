@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshwise.sharding.layout import Layout
+
 #: On GPUs the latency-hiding scheduler is on anyway, but all sums of a layer's gradients were joined into one, which
 #: waits for the last of them: arrays of a megabyte and more go alone. Pipelining the collectives of loops would hold up
 #: to a fifth more memory, which plans do not count, for 3 % of the least time (docs/verify.md): it is left off.
 _GPU = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
+
+#: How many collectives may be in flight: one, unless it is given. They follow one another on the wires, but the next
+#: one need not wait until the program has come to the end of the one before.
+_IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 #: Platform, as JAX or XLA names it -> options. On TPUs gathers run in pieces inside of the fusions that stand beside
 #: them, and sums on the SparseCores, where a chip has any (v5p, v6e), beside what the other cores compute.
@@ -29,6 +35,20 @@ _OPTIONS: Mapping[str, Mapping[str, bool | int]] = {
 }
 
 
-def overlap_options(platform: str) -> dict[str, bool | int]:
-    """Options of the compiler for a training step on devices of this platform."""
-    return dict(_OPTIONS.get(platform, {}))
+def overlap_options(platform: str, layout: Layout) -> dict[str, bool | int]:
+    """Options of the compiler for a training step on devices of this platform, split so."""
+    options = dict(_OPTIONS.get(platform, {}))
+    if platform in ("gpu", "cuda") and (many := _in_flight(layout)) > 1:
+        options[_IN_FLIGHT] = many
+    return options
+
+
+def _in_flight(layout: Layout) -> int:
+    """As many collectives as weights of a layer are gathered ahead, and attention's own beside them.
+
+    With more, one that is soon needed stands behind many that are not. Where each gradient goes through two sums, over
+    fsdp and over data (zero), the second of them would wait for the first until late: one at a time.
+    """
+    if layout.zero and layout.data > 1:
+        return 1
+    return 8 if layout.context * layout.ulysses > 1 else 4

@@ -153,7 +153,7 @@ class TrainStep:
     @property
     def compiler_options(self) -> dict[str, bool | int]:
         """Options with which it is to be compiled: `step.jitted.lower(...).compile(step.compiler_options)`."""
-        return overlap_options(self.stack.placement.platform)
+        return overlap_options(self.stack.placement.platform, self.layout)
 
     @property
     def _whole(self) -> NamedSharding:
