@@ -9,7 +9,7 @@ import pytest
 from meshwise.core.errors import ConfigError
 from meshwise.profile import read_trace, read_traces
 from meshwise.profile.trace import Activity
-from tests.profile.traces import CPU, DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, load, save, traces_of
+from tests.profile.traces import CPU, DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, load, on_device, save, traces_of
 
 
 def busy(trace, **wanted):
@@ -171,3 +171,16 @@ def test_chrome_traces_of_other_tools_are_one_device(tmp_path):
     trace = read_trace(save({"traceEvents": events}, tmp_path / "other.json.gz"))
     assert trace.host_only
     assert trace.num_events == 2
+
+
+def test_a_collective_without_arguments_has_those_of_its_caller(tmp_path):
+    """Older profilers note them at the call only."""
+    document, names = load(RESNET), ("Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype")
+    for event in document["traceEvents"]:
+        if on_device(event):
+            event["args"] = {k: v for k, v in event["args"].items() if k not in (*names, "Process Group Ranks")}
+    (bare,) = traces_of(save(document, tmp_path / "bare.json.gz"))
+    (whole,) = traces_of(RESNET)
+    found, known = ({op.collective for op in trace.ops if op.collective} for trace in (bare, whole))
+    assert found == known
+    assert any(sent.num_bytes == 17632384 and sent.group_size == 8 for sent in found)

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from meshwise.profile.kinds import collective_kind, dtype_bytes, kernel_activity, kernel_category, short_dtype
+from meshwise.profile.kinds import (
+    collective_kind,
+    dtype_bytes,
+    is_collective,
+    kernel_activity,
+    kernel_category,
+    short_dtype,
+)
 from meshwise.profile.reading.chrome import (
     DeviceProperties,
     Distributed,
@@ -177,6 +184,8 @@ class _Reader:
             parent = self.tree.find(launch[1], launch[0]) if launch else None
             if parent is None and args.external is not None:
                 parent = self.tree.by_external(args.external)
+            if args.collective is None and is_collective(event.name or ""):
+                args = _noted(args, parent)
             self.unlaunched += launch is None
             self.graphs += launch is not None and "Graph" in launch[2]
             op = self._op(event.name or "", category, args, parent)
@@ -296,6 +305,16 @@ def gpu_kind(name: str, category: str, args: GpuArguments, parent: HostOp | None
         return base
     told = "shapes" if work.flops else ""
     return replace(base, matmul=work.matmul, flops=work.flops, num_bytes=work.num_bytes, source=told)
+
+
+def _noted(args: GpuArguments, op: HostOp | None) -> GpuArguments:
+    """Arguments of a collective whose kernel has none: those that its caller noted (`record_param_comms`)."""
+    while op is not None:
+        noted = decoded(op.args, GpuArguments, GpuArguments())
+        if noted.collective is not None:
+            return noted
+        op = op.parent
+    return args
 
 
 def _collective(name: str, args: GpuArguments, parent: HostOp | None) -> Collective:
