@@ -2,8 +2,9 @@
 
 import pytest
 
+from meshwise.profile import profile_traces
 from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
-from meshwise.profile.trace import Activity
+from meshwise.profile.trace import Activity, Device, Marker, OpKind, StreamBuilder, Trace
 
 #: Category -> kernels, as profilers write them (template arguments shortened).
 KERNELS = {
@@ -40,6 +41,12 @@ KERNELS = {
         void paged_attention_ll4mi_reduce_kernel<__hip_bfloat16, 128, 128, 256, 1>
         attn_fwd
         bwd_kernel_dk_dv
+        bwd_kernel_fuse
+        bwd_preprocess
+        _ZN5aiter18pa_bf16_pertokenFp8_gqa8_1tg_4wE
+        void merge_state_v2_kernel<__nv_bfloat16, 128>
+        reduce_segments
+        kernel_mha
     """,
     "matmul": """
         nvjet_sm100_tst_128x24_64x11_2x1_v_bz_TNT
@@ -71,6 +78,8 @@ KERNELS = {
         void tensorrt_llm::kernels::fused_a_gemm_kernel<1, 2112, 7168, 16, 16, 256, 16>
         router_gemm_kernel_float_output<__nv_bfloat16, 128, 8, 4, 256, 7168>
         _ZN5tgv_gemm4kernelE
+        _w8a8_triton_block_scaled_mm
+        aiter::flatmm_uk_gfx9_f16f8_128x256x128_1x4x1_16x16x32
     """,
     "routing": """
         void moe::dev::routing::routingRenormalize::routingIndicesClusterKernel<KernelParams<float>>
@@ -82,6 +91,8 @@ KERNELS = {
         void vllm::moe::moe_align_block_size_kernel<int>
         void grouped_topk_opt_sort_kernel<__hip_bfloat16, float>
         void moe_fused_gate_kernel<cutlass::bfloat16_t, 8, 32, 8, 1, 4, 4>
+        _fwd_kernel_ep_scatter_1
+        _fwd_kernel_ep_gather
         void ck_tile::kentry<1, ck_tile::MoeSortingKernel<ck_tile::MoeSortingProblemEx<int, float, 1>>>
     """,
     "normalization": """
@@ -107,20 +118,29 @@ KERNELS = {
         triton_poi_fused__to_copy_add_transpose_view_7
         void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>>
         _swiglu_fwd_kernel
+        void tensorrt_llm::kernels::cutlass_kernels::doActivationKernel<__nv_bfloat16, __nv_bfloat16>
     """,
     "cache": """
         void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16, (vllm::Fp8KVCacheDataType)0>
         void vllm::concat_and_cache_mla_kernel<__nv_bfloat16, unsigned char, (vllm::Fp8KVCacheDataType)1>
         set_mla_kv_buffer_kernel
+        create_flashinfer_kv_indices_triton
+        write_req_to_token_pool_triton
+        _compute_slot_mapping_kernel
+        alloc_extend_kernel
+        _zero_kv_blocks_kernel
         void (anonymous namespace)::store_kvcache<128l, 2, 1, false, long>
         void aiter::fuse_qk_rope_concat_and_cache_mla_per_head_kernel<__hip_bfloat16>
     """,
     "reduction": """
         triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0
         void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t<float>>>
+        void at_cuda_detail::cub::DeviceScanKernel<at_cuda_detail::cub::AgentScanPolicy<128, 15>>
+        void at::native::tensor_kernel_scan_innermost_dim<float, std::plus<float>>
     """,
     "layout": """
         triton_poi_fused_cat_clone_transpose_4
+        triton_poi_fused_clone_view_3.kd
         void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>, unsigned int, 3, 64, 64>
         void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda>>
         batched_transpose_32x32_dword
@@ -135,9 +155,16 @@ KERNELS = {
     "sampling": """
         void flashinfer::sampling::TopKTopPSamplingFromProbKernel<1024u, (cub::BlockScanAlgorithm)1, float, int>
         void at::native::mbtopk::radixFindKthValues<float, unsigned int, unsigned int, 4>
+        void apply_token_bitmask_inplace_kernel<__nv_bfloat16>
+        _penalties_and_temperature_kernel
         void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned int>>
     """,
 }
+KERNELS["recurrence"] = """
+        _causal_conv1d_update_kernel
+        void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true, c10::BFloat16, c10::BFloat16>>
+        chunk_gated_delta_rule_fwd_kernel_h_blockdim64
+    """
 #: Kind -> kernels of communication.
 COLLECTIVES = {
     "all-reduce": """
@@ -217,3 +244,19 @@ def test_what_was_launched(parent, kernel, category):
 def test_what_a_kernel_sends(kind, kernel):
     assert kernel_activity(kernel, "kernel") == Activity.COLLECTIVE
     assert collective_kind(kernel) == kind
+
+
+@pytest.mark.parametrize(
+    ("length", "said"), [(30, "the kind of operations that take 3.0% of busy time: mystery"), (5, "")]
+)
+def test_unknown_kernels_are_said_with_their_share(length, said):
+    """A name that tells nothing is no guess, and is listed once it takes 1 % of the time."""
+    ops = tuple(
+        OpKind(name, Activity.COMPUTE, kernel_category(name)) for name in ("gemm_kernel", "void ns::mystery<int>(int)")
+    )
+    stream = StreamBuilder("0")
+    stream.add(0, 1000 - length, 0)
+    stream.add(1000 - length, length, 1)
+    device = Device("GPU 0", "", 0, "", (stream.build(),))
+    found = profile_traces([Trace("t", "kineto", ops, (device,), (Marker("step 0", 0, 1000, 0),))])
+    assert [line for line in found.missing if "kind of operations" in line] == ([said] if said else [])

@@ -63,20 +63,25 @@ def is_collective(kernel: str) -> bool:
 
 #: Category -> words of which a kernel's name has one, tried in order.
 _KERNELS = {
-    "cache": "reshape_and_cache store_kv set_kv kv_?cache_(copy|write|store) kv_cache concat_and_cache set_mla",
+    "cache": (
+        "reshape_and_cache store_kv set_kv kv_?cache_(copy|write|store) kv_cache concat_and_cache set_mla gather_cache "
+        "kv_indices kv_splits kv_blocks slot_mapping req_to_token alloc_(extend|decode)"
+    ),
     "routing": (
         "moe_(align|sum) topk_?gating fused_moe_sort moe_?sort count_and_sort permute_moe moe_permute routing "
-        "finalizeKernel expandInputRows grouped_topk moe_fused_gate"
+        "finalizeKernel expandInputRows grouped_topk moe_fused_gate ep_(scatter|gather)"
     ),
     "attention": (
         "flash(?!infer) fmha attn attention mha_ sdpa paged_?decode mla_ splash With(Paged|Ragged)?KVCache MergeStates "
-        "aiter::pa_ _kernel_stage\\d ^_(fwd|bwd)_kernel bwd_kernel_d"
+        "aiter(::|\\d+)pa_ _kernel_stage\\d ^_(fwd|bwd)_kernel bwd_kernel_ bwd_preprocess mha\\b "
+        "merge_states? reduce_segments"
     ),
-    "convolution": "conv(?!ert) dgrad wgrad fprop igemm winograd scudnn cudnn.*_nhwc_ nchwToNhwc nhwcToNchw miopen",
     "recurrence": "selective_scan ssd_ chunk_scan causal_conv1d gated_delta chunk_fwd rwkv lru_",
+    "convolution": "conv(?!ert) dgrad wgrad fprop igemm winograd scudnn cudnn.*_nhwc_ nchwToNhwc nhwcToNchw miopen",
     "matmul": (
         "gemm gemv cijk_ nvjet xmma wgmma cutlass.*(mma|matmul) matmul splitk _mm_ \\bmm_ tem_fused_(mm|addmm|bmm) "
-        "\\bbmm_ dot_kernel cublas grouped_mm fused_moe fmoe moe_kernel marlin gmm\\b ^dot cutlass_\\w*(tensorop|simt)"
+        "\\bbmm_ dot_kernel cublas grouped_mm (scaled|flat)_?mm fused_moe fmoe moe_kernel marlin gmm\\b ^dot "
+        "cutlass_\\w*(tensorop|simt)"
     ),
     "optimizer": "adam multi_tensor_apply _foreach sgd lamb_ lion_ fused_optim lpnorm clip_grad",
     "normalization": "(rms|layer|batch|group|add_rms|instance)_?norm rms_kernel bn_fw bn_bw _norm_kernel",
@@ -84,16 +89,22 @@ _KERNELS = {
     "embedding": (
         "(?<!rotary_)embedding index_?select gather_kernel vocab_parallel indexing_backward index_put embed_ tbe_"
     ),
-    "sampling": "sampl argmax top_?p\\b multinomial radix_?sort devicesort bitonicsort topk philox distribution",
+    "sampling": (
+        "sampl argmax top_?p\\b multinomial penalt bitmask radix_?sort devicesort bitonicsort topk philox distribution"
+    ),
     "layout": (  # names of Inductor's kernels list all that they fuse: casts and views, too
         "^(?!triton_(poi|red|per)_fused).*(transpose|permute|copy|cat(array|ed|_)|contiguous|pad_kernel|slice_kernel) "
-        "memcpy ^triton_poi_fused(_(clone|cat|transpose|permute|constant_pad_nd|slice|view|unsqueeze|expand))+(_\\d+)?$"
+        "memcpy "
+        "^triton_poi_fused(_(clone|cat|transpose|permute|constant_pad_nd|slice|view|unsqueeze|expand))+(_\\d+)?(\\.kd)?$"
     ),
     "memset": "memset fillbuffer fillfunctor zero_kernel",
-    "reduction": "reduce triton_(red|per)_ sum_kernel welford cumsum scan_kernel max_pool avg_pool histogram",
+    "reduction": (
+        "reduce triton_(red|per)_ sum_kernel welford cumsum scan_?kernel scan_(inner|outer) devicereduce max_pool "
+        "avg_pool histogram"
+    ),
     "elementwise": (
-        "elementwise vectorized pointwise triton_poi functor _and_mul silu gelu swiglu rotary rope act_ quant "
-        "cast convert cvt_ add_kernel mul_kernel where arange binary unary dropout loop_.*fusion wrapped_"
+        "elementwise vectorized pointwise triton_poi functor _and_mul activation silu gelu swiglu rotary rope act_ "
+        "quant cast convert cvt_ add_kernel mul_kernel where arange binary unary dropout loop_.*fusion wrapped_"
     ),
 }
 _KERNEL_PATTERNS = tuple((kind, re.compile(words.replace(" ", "|"), re.IGNORECASE)) for kind, words in _KERNELS.items())

@@ -6,7 +6,7 @@ Not here: why (`causes`), beside what plan (`beside`), words (`report`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,11 +15,15 @@ from meshwise.core.errors import ConfigError
 from meshwise.hardware import Chip
 from meshwise.profile.chips import chip_of
 from meshwise.profile.idle import Idle, find_idle
+from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, op_times, peak_of
 from meshwise.profile.partition import PARTS, Busy, Partition, busy_times, partition
 from meshwise.profile.ranks import Lane, Waiting, find_waiting
 from meshwise.profile.steps import find_steps
 from meshwise.profile.trace import SECOND, Trace
+
+#: Operations of no known kind are said from this share of busy time on.
+_UNKNOWN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +123,18 @@ def profile_traces(traces: Sequence[Trace], *, chip: Chip | None = None, step: s
     parts = {name: sum(d.mean(name) for d in devices) / len(devices) for name in PARTS}
     names = (d.lane.device.chip for d in devices)
     chip = chip or next((c for name in names if (c := chip_of(name)) is not None), None)
+    ops = op_times(lanes, busy)
     return Profile(
         traces=tuple(traces),
         devices=devices,
         partition_s=parts,
         step_s=sum(parts.values()),
         steps_s=tuple(float(s) / SECOND for d in devices for s in d.lane.steps.duration),
-        ops=op_times(lanes, busy),
+        ops=ops,
         waiting=waiting,
         idle=find_idle(traces, lanes, busy, owners),
         chip=chip,
-        missing=_missing(traces, lanes, waiting, chip),
+        missing=(*_missing(traces, lanes, waiting, chip), *_unknown(ops)),
     )
 
 
@@ -165,3 +170,13 @@ def _missing(traces: Sequence[Trace], lanes: Sequence[Lane], waiting: Waiting, c
     if not np.any([len(lane.steps) > 1 for lane in lanes]):
         said["more than one step"] = None
     return tuple(said)
+
+
+def _unknown(ops: Sequence[OpTime]) -> Iterator[str]:
+    """How much time goes into operations whose names tell nothing."""
+    unknown = [time for time in ops if time.kind.category in ("other", "custom")]
+    seconds, busy = sum(time.seconds for time in unknown), sum(time.seconds for time in ops)
+    if seconds >= _UNKNOWN * busy > 0:
+        names = ", ".join(dict.fromkeys(short_name(time.kind.parent or time.kind.name)[:40] for time in unknown[:3]))
+        more = f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""
+        yield f"the kind of operations that take {seconds / busy:.1%} of busy time: {names}{more}"
