@@ -7,6 +7,7 @@ Not here: where the time of a step went (`partition`).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -170,7 +171,9 @@ def _by_launch(device: Device, markers: Sequence[Marker]) -> Steps | None:
 def _of_one_kind(steps: Steps) -> Steps:
     """Of a server's steps those of one kind: decoding, say. Of several, that on which most time is spent."""
     kinds = [next((kind for pattern, kind in _KINDS if pattern.fullmatch(name)), "") for name in steps.names]
-    spent = {kind: sum(d for d, k in zip(steps.duration.tolist(), kinds, strict=True) if k == kind) for kind in kinds}
+    spent = Counter[str]()
+    for kind, duration in zip(kinds, steps.duration.tolist(), strict=True):
+        spent[kind] += duration
     if len(spent) == 1:
         return steps
     most = max(sorted(spent), key=lambda kind: spent[kind])
