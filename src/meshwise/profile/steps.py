@@ -196,25 +196,20 @@ def _columns(device: Device) -> tuple[Times, Times, Times]:
 
 def _by_runs(trace: Trace, device: Device) -> Steps | None:
     """Each run of the program that takes longest."""
-    busy: dict[str, int] = {}
-    for stream in device.streams:
-        in_run = stream.run >= 0
-        for op, duration in zip(stream.op[in_run].tolist(), stream.duration[in_run].tolist(), strict=True):
-            busy[trace.ops[op].program] = busy.get(trace.ops[op].program, 0) + duration
-    if not busy:
+    start, end, run, op = (
+        np.concatenate([getattr(s, name)[s.run >= 0] for s in device.streams]) for name in ("start", "end", "run", "op")
+    )
+    if not len(run):
         return None
-    longest = max(sorted(busy), key=lambda program: busy[program])
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for stream in device.streams:
-        of_program = np.array([op.program == longest for op in trace.ops], dtype=bool)[stream.op] & (stream.run >= 0)
-        for start, end, run in zip(stream.start[of_program].tolist(), stream.end[of_program].tolist(),
-                                   stream.run[of_program].tolist(), strict=True):  # fmt: skip
-            first[run] = min(first.get(run, start), start)
-            last[run] = max(last.get(run, end), end)
-    runs = sorted(first, key=lambda run: first[run])
-    start = np.array([first[run] for run in runs], dtype=np.int64)
-    end = np.append(start[1:], max(last.values()))
+    programs = sorted({op.program for op in trace.ops})
+    number = {name: n for n, name in enumerate(programs)}
+    program = np.array([number[op.program] for op in trace.ops])[op]
+    most = int(np.bincount(program, weights=end - start).argmax())
+    runs, place = np.unique(run[program == most], return_inverse=True)
+    first, last = np.full(len(runs), np.iinfo(np.int64).max), end[program == most].max()
+    np.minimum.at(first, place, start[program == most])
+    start = np.sort(first)
+    longest, end = programs[most], np.append(start[1:], last)
     names = tuple(str(n) for n in range(len(runs)))
     return Steps(start, end, names, f"by {len(runs)} runs of {longest or 'its longest program'}")
 

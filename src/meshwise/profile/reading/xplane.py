@@ -55,9 +55,11 @@ class _Names:
         return {self.stats.get(s.metadata_id, ""): self.value(s) for s in stats}
 
     def value(self, stat: Message) -> object:
-        """The value of one, references resolved."""
-        if stat.HasField("ref_value"):
+        """The value of one, references resolved; most are references or numbers that are not 0."""
+        if stat.ref_value or stat.HasField("ref_value"):
             return self.stats.get(stat.ref_value, "")
+        if stat.int64_value:
+            return stat.int64_value
         for name in ("int64_value", "uint64_value", "str_value", "double_value", "bytes_value"):
             if stat.HasField(name):
                 return getattr(stat, name)
@@ -70,6 +72,7 @@ class _Reader:
 
     source: str
     ops: OpTable = field(default_factory=OpTable)
+    known: dict[tuple[object, ...], int] = field(default_factory=dict)
     programs: dict[int, HloProgram] = field(default_factory=dict)
     by_name: dict[str, HloProgram] = field(default_factory=dict)
     devices: dict[tuple[str, int], list[Stream]] = field(default_factory=dict)
@@ -184,7 +187,10 @@ def _read_host(reader: _Reader, plane: Message) -> None:
 def _cpu_stream(cpus: dict[int, dict[str, StreamBuilder]], line: Message, number: int) -> StreamBuilder:
     """The stream of a CPU device that a thread is."""
     name = str(line.name or line.id)
-    return cpus.setdefault(number, {}).setdefault(name, StreamBuilder(name, nested=True))
+    streams = cpus.setdefault(number, {})
+    if name not in streams:
+        streams[name] = StreamBuilder(name, nested=True)
+    return streams[name]
 
 
 def _host_event(
@@ -199,9 +205,11 @@ def _host_event(
         reader.launches[correlation] = start
     if "hlo_op" not in stats or "device_ordinal" not in stats or correlation is not None:
         return False
-    op = _hlo_kind(reader, str(stats["hlo_op"]), stats, text)
-    builder = stream(int(str(stats["device_ordinal"])))
-    builder.add(start, event.duration_ps, reader.ops.index(op), start, _run(stats))
+    key = stats["hlo_op"], stats.get("program_id"), stats.get("hlo_module"), event.metadata_id
+    op = reader.known.get(key)
+    if op is None:
+        op = reader.known[key] = reader.ops.index(_hlo_kind(reader, str(stats["hlo_op"]), stats, text))
+    stream(int(str(stats["device_ordinal"]))).add(start, event.duration_ps, op, start, _run(stats))
     return True
 
 
