@@ -125,6 +125,15 @@ def ties(constraints: ServingConstraints) -> tuple[float, float, float]:
     return (0.0 if constraints.rate is not None else TIE), TIE, TIE
 
 
+def as_good(constraints: ServingConstraints, first: Array, value: float) -> Mask:
+    """Which may be as good as one with `value`, by the first of their scores."""
+    return first <= _up_to(value, ties(constraints)[0])
+
+
+def _up_to(value: float, share: float) -> float:
+    return value + (share + _ROUNDING) * abs(value)
+
+
 def best_of(columns: Sequence[Array], within: Sequence[float], among: Index | None = None) -> int:
     """Index of the best entry, smaller numbers being better.
 
@@ -143,8 +152,7 @@ def best_of(columns: Sequence[Array], within: Sequence[float], among: Index | No
     left = np.arange(len(columns[0])) if among is None else among
     for column, share in zip(columns, within, strict=True):
         values = column[left]
-        least = values.min()
-        left = left[values <= least + (share + _ROUNDING) * abs(least)]
+        left = left[values <= _up_to(values.min(), share)]
     return int(left[np.lexsort([column[left] for column in columns[::-1]])[0]])
 
 

@@ -56,6 +56,9 @@ _FAR = 1e15
 #: Ratios of engines that are looked at together: their columns stay in the cache.
 _RATIOS = 1 << 16
 
+#: Pairs that are priced together.
+_TOGETHER = 1 << 17
+
 #: How often the fastest rows of each kind are asked which others they beat.
 _ROUNDS = 24
 
@@ -85,24 +88,32 @@ def aggregated(tables: Tables, wanted: float | None = None, *, one_layout: bool 
     fits_in, fits_out = (t.weights + t.activations + t.workspace <= room for t in tables.both)
     held = prefill.activations + prefill.workspace
     per_prompt = prefill.interval / prefill.batch
-    lean = _lean(decode, np.flatnonzero(fits_out))
-    for stored in np.intersect1d(prefill.stored[fits_in], decode.stored[fits_out]):
-        into = np.flatnonzero((prefill.stored == stored) & fits_in)
-        out = np.flatnonzero((decode.stored == stored) & fits_out)
+    lean = _by(decode.stored, _lean(decode, np.flatnonzero(fits_out)))
+    all_in, all_out = _by(prefill.stored, np.flatnonzero(fits_in)), _by(decode.stored, np.flatnonzero(fits_out))
+    for stored in sorted(all_in.keys() & all_out.keys()):
+        into, out = all_in[stored], all_out[stored]
         first = prefill.seconds[into] + prefill.handover[into]
         best = into[undominated(first, per_prompt[into], held[into], prefill.batch[into])]
         if not one_layout:
-            row, of = _all_with_all(best, lean[decode.stored[lean] == stored])
-            apart = prefill.mesh[row] != decode.mesh[of]  # where one layout does both, the cache stays
-            yield from _together(tables, row[apart], of[apart], prefill.handover[row[apart]], wanted, moves=True)
-        own = []
-        for mesh in np.intersect1d(prefill.mesh[into], decode.mesh[out]):
-            rows = into[prefill.mesh[into] == mesh]
+            for some in np.split(best, range(0, len(best), max(_TOGETHER // len(lean[stored]), 1))[1:]):
+                row, of = _all_with_all(some, lean[stored])
+                apart = prefill.mesh[row] != decode.mesh[of]  # where one layout does both, the cache stays
+                yield from _together(tables, row[apart], of[apart], prefill.handover[row[apart]], wanted, moves=True)
+        own, meshes_in, meshes_out = [], _by(prefill.mesh, into), _by(decode.mesh, out)
+        for mesh in sorted(meshes_in.keys() & meshes_out.keys()):
+            rows = meshes_in[mesh]
             rows = rows[undominated(prefill.seconds[rows], per_prompt[rows], held[rows], prefill.batch[rows])]
-            own.append(_all_with_all(rows, out[decode.mesh[out] == mesh]))
+            own.append(_all_with_all(rows, meshes_out[mesh]))
         if own:
             row, of = (np.concatenate(parts) for parts in zip(*own, strict=True))
             yield from _together(tables, row, of, np.zeros(len(row)), wanted, moves=False)
+
+
+def _by(numbers: Array, rows: Index) -> dict[int, Index]:
+    """The rows of each number, in their order."""
+    order = rows[np.argsort(numbers[rows], kind="stable")]
+    found, begins = np.unique(numbers[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(order, begins[1:]), strict=True)) if len(rows) else {}
 
 
 def _all_with_all(a: Index, b: Index) -> tuple[Index, Index]:

@@ -25,7 +25,6 @@ from meshwise.costs.compute import check_precision
 from meshwise.costs.problem import STEPS, ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.search.candidates import Array, Index
 from meshwise.search.plan import SimulatedPlan
 from meshwise.search.serving.constraints import (
     ServingConstraints,
@@ -36,6 +35,7 @@ from meshwise.search.serving.constraints import (
     ties,
 )
 from meshwise.search.serving.gap import gap
+from meshwise.search.serving.kept import Kept, front, kinds_of, one_layout
 from meshwise.search.serving.neighbours import Neighbour, neighbours
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
 from meshwise.search.serving.simplest import find_simplest, gain_of, simplest_first
@@ -143,7 +143,7 @@ def plan_serving(
             found = plan_serving(problem, constraints=within, top=top, tables=tables, until=until)
             return replace(found, search=replace(found.search, cpu_s=time.process_time() - began))
         constraints = replace(constraints, tools=(), tools_optional=False)
-    seen, pairs, complete = _paired(tables, constraints, until)
+    seen, pairs, complete = _paired(tables, constraints, top, until)
     try:
         best = _ranked(tables, constraints, pairs, top)
     except InfeasibleError:
@@ -161,8 +161,7 @@ def plan_serving(
         plans += _estimated(tables, all_pairs, [first])
     others = neighbours(constraints, tables, all_pairs, first)
     if constraints.chunks:
-        one_layout = ~pairs.apart & (tables.prefill.mesh[pairs.prefill] == tables.decode.mesh[pairs.decode])
-        alike, whole = pairs.take(one_layout), plans[0]
+        alike, whole = pairs.take(one_layout(tables, pairs)), plans[0]
         with contextlib.suppress(InfeasibleError):
             plans += _estimated(tables, alike, _ranked(tables, constraints, alike, top)) if len(alike) else ()
         plans = _with_chunks(tables, constraints, plans)
@@ -174,8 +173,8 @@ def plan_serving(
     fastest, read = plans[0], (partial(estimate_scores, constraints), attrgetter("setup"))
     plans = simplest_first(plans, *read, constraints.within)
     gain = gain_of(constraints, fastest, plans[0], *read)
-    front = _front(tables, constraints, pairs)
-    return ServingPlanResult(problem, constraints, plans[:top], front, others, search, gain)
+    pareto = _front(tables, constraints, pairs)
+    return ServingPlanResult(problem, constraints, plans[:top], pareto, others, search, gain)
 
 
 def priced_tables(problem: ServingProblem, constraints: ServingConstraints, until: Until | None = None) -> Tables:
@@ -191,8 +190,8 @@ def priced_tables(problem: ServingProblem, constraints: ServingConstraints, unti
     return Tables.priced(problem, problem.network, **asked, tick=(until or Until()).tick)
 
 
-def _paired(tables: Tables, constraints: ServingConstraints, until: Until) -> tuple[int, Pairs, bool]:
-    """How many pairs of prefill and generation there are, those that fit in memory, and whether these are all.
+def _paired(tables: Tables, constraints: ServingConstraints, top: int, until: Until) -> tuple[int, Pairs, bool]:
+    """How many pairs of prefill and generation there are, those that an answer needs, and whether it saw all.
 
     Raises:
         InfeasibleError: there are none.
@@ -206,27 +205,26 @@ def _paired(tables: Tables, constraints: ServingConstraints, until: Until) -> tu
             f"--mode disaggregated: engines that prefill and engines that decode are different ones, {why}; leave it "
             "out, or use more chips" + ("" if one_chip else " and longer outputs")
         )
-    seen, least = 0, math.inf
-    found: list[Pairs] = []
+    seen, least, found = 0, math.inf, Kept(tables, constraints, top)
     complete = tables.whole
     try:
         for pairs in _pair_up(tables, constraints):
             seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
-            found.append(pairs.take(pairs.memory <= tables.usable))
+            found.add(pairs)
             if tables.whole:
                 until.tick()
     except KeyboardInterrupt:
         complete = False
-    if not complete and not sum(map(len, found)):
+    if not complete and not len(found):
         raise until.interruption
-    if not sum(map(len, found)):
+    if not len(found):
         needed = max(_leanest(tables, constraints), least if math.isfinite(least) else 0.0)
         raise InfeasibleError(
             f"nothing fits: no layout{_for_tools(constraints)} holds {problem.model.name} and one request in the "
             f"{format_bytes(chip.hbm_usable)} of each {chip.title}; the leanest needs {format_bytes(needed)}; use more "
             "chips, narrower formats (--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
         )
-    return seen, Pairs.joined(found), complete
+    return seen, found.pairs(), complete
 
 
 def _leanest(tables: Tables, constraints: ServingConstraints) -> float:
@@ -322,8 +320,7 @@ def _ranked(tables: Tables, constraints: ServingConstraints, pairs: Pairs, top: 
     if not len(left):
         raise InfeasibleError(_impossible(pairs, constraints))
     columns = pair_scores(constraints, pairs, tables)
-    decode = tables.decode.kind
-    kinds = 2 * (tables.prefill.kind[pairs.prefill] * (decode.max() + 1) + decode[pairs.decode]) + pairs.apart
+    kinds = kinds_of(tables, pairs)
     best: list[int] = []
     while len(left) and len(best) < top:
         best.append(best_of(columns, ties(constraints), left))
@@ -349,30 +346,7 @@ def _impossible(pairs: Pairs, constraints: ServingConstraints) -> str:
 
 def _front(tables: Tables, constraints: ServingConstraints, pairs: Pairs) -> tuple[FrontPoint, ...]:
     """Throughput against time per output token, of plans within the target of the first token."""
-    within = np.flatnonzero(pairs.ttft <= (math.inf if constraints.max_ttft is None else constraints.max_ttft))
-    front = within[_pareto(pairs.tpot[within], pairs.tokens[within])] if len(within) else within
     return tuple(
         FrontPoint(float(pairs.tpot[i]), float(pairs.ttft[i]), float(pairs.tokens[i]), pairs.setup(i, tables))
-        for i in front
+        for i in front(constraints, pairs)
     )
-
-
-#: One of so many plans is asked first which others it beats.
-_SAMPLED = 256
-
-
-def _sorted_by(small: Array, large: Array) -> Index:
-    return np.lexsort((-large, small))
-
-
-def _pareto(small: Array, large: Array) -> Index:
-    """Rows with the least `small` for so much `large`."""
-    some = _sorted_by(small[::_SAMPLED], large[::_SAMPLED])  # none of what these beat can be one of them
-    steps, most = small[::_SAMPLED][some], np.maximum.accumulate(large[::_SAMPLED][some])
-    below = np.searchsorted(steps, small, side="right")
-    asked = np.flatnonzero(large >= np.concatenate([[-math.inf], most])[below])
-    order = asked[_sorted_by(small[asked], large[asked])]
-    best = np.maximum.accumulate(large[order])
-    first = np.concatenate([[True], best[1:] > best[:-1]])
-    chosen: Index = order[first]
-    return chosen

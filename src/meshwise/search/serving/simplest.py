@@ -63,17 +63,22 @@ def find_simplest(
                 return None
             rows = [(a <= number) & (p | (not usual)) for a, p in zip(axes, plain, strict=True)]
             fewer = None if usual or not number else [a < number for a in axes]
-            found = list(_of_level(tables, constraints, pair_up, rows, fewer))
-            own = Pairs.joined(found) if found else None
-            if own is None or not len(own):
-                continue
-            columns = pair_scores(constraints, own, tables)
-            kept = constraints.keeping(own) & (own.memory <= tables.usable)
-            for column, limit in zip(columns, limits, strict=False):
-                kept &= column <= limit
-            if kept.any():
-                return own.take(np.array([best_of(columns, ties(constraints), np.flatnonzero(kept))]))
+            found = [
+                _as_good(tables, constraints, own, limits)
+                for own in _of_level(tables, constraints, pair_up, rows, fewer)
+            ]
+            if any(map(len, found)):
+                own = Pairs.joined(found)
+                return own.take(np.array([best_of(pair_scores(constraints, own, tables), ties(constraints))]))
     return None
+
+
+def _as_good(tables: Tables, constraints: ServingConstraints, pairs: Pairs, limits: Sequence[float]) -> Pairs:
+    """Those that fit and keep the targets, and whose first scores are within the limits."""
+    kept = constraints.keeping(pairs) & (pairs.memory <= tables.usable)
+    for column, limit in zip(pair_scores(constraints, pairs, tables), limits, strict=False):
+        kept &= column <= limit
+    return pairs.take(kept)
 
 
 def _of_level(
