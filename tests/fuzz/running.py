@@ -22,7 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwise.cli.main import NO_MEMORY, main
-from meshwise.core.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError, StalePlanWarning
 from meshwise.core.units import parse_count
 from meshwise.jobs.traffic import MOST_REQUESTS
 from tests.fuzz.inputs import Input
@@ -112,6 +112,7 @@ def _limited(seconds: float) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.simplefilter("always", StalePlanWarning)  # a line that users see
             yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

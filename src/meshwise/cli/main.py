@@ -278,6 +278,8 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure("OutOfMemory", told, 2)
         case OSError(errno=errno.ENOSPC):
             return _Failure("OutputError", "the answer cannot be written: no space left on the device", 2)
+        case OSError(errno=errno.ENAMETOOLONG, filename=name):
+            return _Failure("ConfigError", short(f"no file can have so long a name, found {str(name)!r}"), 2)
         case OSError(errno=errno.EDQUOT | errno.EFBIG | errno.EIO, strerror=str(why), filename=None):
             return _Failure("OutputError", f"the answer cannot be written: {why.lower()}", 2)
         case _:

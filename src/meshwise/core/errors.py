@@ -33,8 +33,10 @@ _MOST_QUOTED = 200
 #: Most names that an error lists where none is near.
 _LISTED = 40
 
-#: A long text in quotes, which an apostrophe does not begin; or a long word.
-_QUOTE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{_MOST_QUOTED},}}\1|\S{{{5 * _MOST_QUOTED},}}""")
+#: A long text in quotes, which an apostrophe does not begin; or a long word, a longer one where it may be a layout.
+_QUOTE = re.compile(
+    rf"""(?<!\w)(['"])(?:(?!\1).){{{_MOST_QUOTED},}}\1|[^\s=]{{{_MOST_QUOTED + 1},}}|\S{{{5 * _MOST_QUOTED},}}"""
+)
 
 
 def quoted(value: object) -> str:
