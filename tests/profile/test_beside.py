@@ -126,14 +126,23 @@ def test_a_decode_step_stands_beside_its_estimate(capsys, tmp_path):
     assert main(["profile", SGLANG, *job, "--save-step", str(tmp_path / "x.csv")]) == 2
 
 
-@pytest.mark.jax  # starts JAX and compiles a training step; proves that a run ends with its profile
-def test_a_run_ends_with_its_profile(tmp_path):
+@pytest.mark.jax  # starts JAX and compiles training steps; proves that a run ends with its profile, whatever its layout
+@pytest.mark.parametrize(
+    ("layout", "own"),
+    [
+        ("fsdp=4,remat=full", ("recompute", "fsdp")),
+        ("stage=2,fsdp=2,remat=none,num_microbatches=2", ("pipeline_send", "fsdp")),
+        ("data=2,context=2,remat=none", ("context", "fsdp", "data")),
+    ],
+)
+def test_a_run_ends_with_its_profile(tmp_path, layout, own):
     job = ["D=64 F=128 L=2 N=2 K=2 H=32 V=128", "--on", "v5e:2x2", "--batch-tokens", "512", "--seq-len", "64"]
-    run = [*job, "--layout", "fsdp=4,remat=full", "--steps", "5", "--cpu-devices", "4"]
+    run = [*job, "--layout", layout, "--steps", "5", "--cpu-devices", "4"]
     command = [sys.executable, "-m", "meshwise", "run", *run, "--profile", str(tmp_path / "profile"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 -- devices of its own
     found = json.loads(done.stdout)["profile"]
     assert found["joined_share"] >= 0.95
     terms = {t["name"]: t["measured_s"] for t in found["terms"]}
-    assert min(terms["forward"], terms["backward"], terms["recompute"], terms["optimizer"]) > 0
+    assert min(terms[name] for name in ("forward", "backward", "optimizer", *own)) > 0
+    assert ("recompute" in terms) == ("recompute" in own)
     assert sum(terms.values()) == pytest.approx(found["step_s"])

@@ -25,6 +25,8 @@ _TOKEN = re.compile(r"[\w.\-]+")
 _LIKE = 6.0
 #: Kinds of collectives that XLA puts in place of others.
 _ALIKE = {"all-reduce": {"all-reduce", "reduce-scatter"}, "reduce-scatter": {"all-reduce", "reduce-scatter"}}
+#: Sends from device to device.
+_PAIRED = ("collective-permute", "send-recv")
 #: Category -> words of a planned operation's name.
 _CLASSES = {
     "attention": ("attention",), "softmax": ("attention", "loss"), "normalization": ("norm",), "embedding": ("embed",),
@@ -163,16 +165,40 @@ class Joiner:
     def _settled(self, time: OpTime, found: Joined, *, again: bool, axes: Mapping[Groups, str]) -> Joined:
         sent = time.kind.collective
         if sent is not None and time.kind.activity == Activity.COLLECTIVE:
-            term = axes.get(_groups(sent), "")
-            return Joined("collective", term) if term and self._has_kind(term, sent.kind) else Joined()
+            term = self._paired(sent, time.kind.scope) or axes.get(_groups(sent), "")
+            scope = time.kind.scope
+            outside = term == "context" and scope and "attention" not in scope  # gradients go over this axis, too
+            if term and (outside or not self._has_kind(term, sent.kind)):
+                term = self._of_kind(sent, "context" if outside else "")
+            return Joined("collective", term) if term else Joined()
         if not found.how or found.how == "category":
             found = self.join(time)
         if found.unplanned and not again:
             return replace(found, term="backward", unplanned=False)
         return found
 
+    def _paired(self, sent: Collective, scope: str) -> str:
+        """The term of sends from device to device: rings of attention, stages of a pipeline; "" for others."""
+        layout = self.breakdown.layout
+        if sent.kind not in _PAIRED:
+            return ""
+        if layout.context > 1 and "attention" in scope:
+            return "context"
+        return "pipeline_send" if layout.stage > 1 and sent.group_size in (None, 2, layout.stage) else ""
+
+    def _of_kind(self, sent: Collective, but: str) -> str:
+        """The term with collectives of a kind over so many devices, along all of its axes or one; "" if none has."""
+        for one in self.breakdown.collectives:
+            sizes = [getattr(self.breakdown.layout, axis) for axis in one.mesh_axes]
+            fits = sent.group_size in (*sizes, math.prod(sizes)) and one.term != but
+            if fits and self._has_kind(one.term, sent.kind):
+                return one.term
+        return ""
+
     def _has_kind(self, term: str, kind: str) -> bool:
         """Whether the plan has collectives of a kind, or of one that XLA puts in its place, under a term."""
+        if kind in _PAIRED:  # rings of sends stand for any of them
+            return True
         return any(c.term == term and c.kind.value in _ALIKE.get(kind, {kind}) for c in self.breakdown.collectives)
 
     def _axes_of_groups(self, times: Sequence[OpTime]) -> Mapping[Groups, str]:
@@ -198,6 +224,12 @@ class Joiner:
                 taken.add(term)
         return {**found, **self._further(sent, found, planned)}
 
+    def _parts(self) -> Iterator[tuple[int, str]]:
+        """Devices along one axis, of terms over several: a program may go over one after the other."""
+        for one in self.breakdown.collectives:
+            if len(one.mesh_axes) > 1:
+                yield from ((getattr(self.breakdown.layout, axis), one.term) for axis in one.mesh_axes)
+
     def _planned(self) -> Mapping[str, tuple[int, float]]:
         """Term -> devices of its groups, and bytes of a step; of several sizes the one with the most bytes."""
         found: dict[tuple[str, int], float] = defaultdict(float)
@@ -210,10 +242,11 @@ class Joiner:
     def _further(
         self, sent: Mapping[Groups, float], found: Mapping[Groups, str], planned: Mapping[str, tuple[int, float]]
     ) -> Mapping[Groups, str]:
-        """Small sums over groups that no term has: of all devices, say. They go to the term of the largest group."""
+        """Groups that no term has: along one axis of a term; or small sums, of the term with the largest group."""
         largest = max(planned, key=lambda term: planned[term][0], default="")
-        small = 0.05 * sum(sent.values())
-        return {g: largest for g, num_bytes in sent.items() if g not in found and num_bytes < small and largest}
+        small, parts = 0.05 * sum(sent.values()), dict(self._parts())
+        rest = {g: parts.get(g[1] or 0) or (largest if num_bytes < small else "") for g, num_bytes in sent.items()}
+        return {g: term for g, term in rest.items() if g not in found and term}
 
 
 def _groups(sent: Collective) -> Groups:

@@ -58,8 +58,21 @@ def groups_of(instruction: Message) -> tuple[tuple[int, ...], ...]:
     if instruction.mesh_axes_groups.mesh.axes:
         return _mesh_groups(instruction.mesh_axes_groups)
     if instruction.source_target_pairs:
-        return (tuple(sorted({n for p in instruction.source_target_pairs for n in (p.source, p.target)})),)
+        return _linked([(p.source, p.target) for p in instruction.source_target_pairs])
     return ()
+
+
+def _linked(pairs: list[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Devices that pairs of sender and receiver link: rings, chains.
+
+    >>> _linked([(0, 1), (1, 0), (2, 3), (3, 2)]), _linked([(0, 2), (2, 4)])
+    (((0, 1), (2, 3)), ((0, 2, 4),))
+    """
+    groups: list[set[int]] = []
+    for pair in pairs:
+        touched = [group for group in groups if group & {*pair}]
+        groups = [group for group in groups if not group & {*pair}] + [set(pair).union(*touched)]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
 def _mesh_groups(message: Message) -> tuple[tuple[int, ...], ...]:
@@ -108,6 +121,7 @@ def window_pairs(window: Message, size: int, results: int) -> int:
 
 
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
 _REPLICA_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 
 
@@ -135,6 +149,10 @@ def groups_in(text: str) -> tuple[tuple[int, ...], ...]:
 
     >>> groups_in("%r = f32[8]{0} all-reduce(f32[8]{0} %p), replica_groups=[2,2]<=[4], to_apply=%add")
     ((0, 1), (2, 3))
+    >>> groups_in("%c = f32[8]{0} collective-permute(f32[8]{0} %p), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}")
+    ((0, 1), (2, 3))
     """
     found = _REPLICA_GROUPS.search(text)
+    if found is None and (pairs := _PAIRS.search(text)):
+        return _linked([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1])])
     return parse_groups(found[1]) if found else ()
