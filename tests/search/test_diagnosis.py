@@ -43,16 +43,27 @@ def test_changes_are_as_fast_as_their_own_estimates_and_fit(plan):
 
 
 def differences(a, b) -> set[str]:
-    """Choices that differ and that mean something in both; all mesh axes are one."""
+    """Choices that differ and that mean something in both; all mesh axes are one, and so are microbatches."""
     meaning = {"remat": True, "zero": min(a.data, b.data) > 1, "micro_batch": True}
     changed = {name for name, means in meaning.items() if means and getattr(a, name) != getattr(b, name)}
-    return changed | ({"mesh"} if a.sizes != b.sizes else set())
+    if a.sizes != b.sizes:
+        changed = (changed | {"mesh"}) - ({"micro_batch"} if a.num_microbatches == b.num_microbatches else set())
+    return changed
 
 
 def test_one_thing_changes_where_one_is_enough_else_two():
     for plan in (SLOW, LARGE):
         assert all(len(differences(plan.layout, c.plan.layout)) == 1 for c in single_changes(plan, most=20))
     assert {len(differences(HUGE.layout, c.plan.layout)) for c in single_changes(HUGE, most=20)} == {2}
+
+
+def test_microbatches_may_keep_their_number_where_a_change_splits_the_batch_further():
+    """Of a size that fits on two replicas of 16 chips they would not fit on four of 8."""
+    plan = estimated("olmo-2-13b", "h100:32", "tensor=16,data=2", batch_tokens="1Mi", seq_len=4096)
+    best = single_changes(plan)[0]
+    assert best.what == "fsdp=16 in place of tensor, micro_batch=1"
+    other = estimated("olmo-2-13b", "h100:32", "tensor=8,data=4", batch_tokens="1Mi", seq_len=4096)
+    assert best.speedup > other.estimate.tokens_per_s / plan.estimate.tokens_per_s > 1.5
 
 
 def test_at_most_two_mesh_axes_change_and_the_chips_stay():
@@ -112,6 +123,8 @@ def test_a_measured_step_is_impossible_fast_expected_or_slow():
     console = Console(file=io.StringIO(), width=80)
     console.print(measured_table(replace(fast, low=math.inf)))  # as if it were faster than the interval, too
     assert "x -" not in console.file.getvalue()
+    console.print(measured_table(explain_measured(SLOW, 100 * time.expected)))
+    assert "e+" not in console.file.getvalue()
     assert ("took no time at all" in console.file.getvalue()) == any(row.factor <= 0 for row in fast.terms)
     assert {row.verdict for row in explain_measured(SLOW, 3 * time.expected).terms} >= {"slow", "no"}
 

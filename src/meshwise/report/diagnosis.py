@@ -134,7 +134,9 @@ def measured_table(measured: Measured) -> RenderableType:
         ">expected": ("exposed", format_time),
         ">hidden": ("hidden", lambda s: format_time(s) if s else ""),
         "can it explain the difference alone?": lambda row: (
-            _ALONE[row.verdict].format(row.factor) if row.factor > 0 else "no, not if it took no time at all"
+            _ALONE[row.verdict].format(row.factor, f"{row.factor:,.0f}" if row.factor >= 100 else f"{row.factor:.3g}")
+            if row.factor > 0
+            else "no, not if it took no time at all"
         ),
     }
     outside = "not in this table: input, checkpoints, stragglers (compare ranks), waits for the host (profile one step)"
@@ -144,9 +146,9 @@ def measured_table(measured: Measured) -> RenderableType:
 
 _ALONE = {
     "hidden": "yes, where nothing hides it",
-    "spread": "yes, at {:.2f} x its time",
-    "slow": "at {:.2g} x its time",
-    "no": "no, not at {:,.3g} x its time",
+    "spread": "yes, at {0:.2f} x its time",
+    "slow": "at {0:.2g} x its time",
+    "no": "no, not at {1} x its time",
 }
 
 

@@ -80,9 +80,9 @@ def moved_factors(sizes: Mapping[str, int], axes: Iterable[str]) -> Iterator[tup
 def single_changes(plan: Plan, tools: Sequence[Tool] = (), *, most: int = 3) -> tuple[Change[Plan], ...]:
     """The changes of one thing that gain most; of a layout that does not fit, those with which it fits.
 
-    A prime factor of a mesh axis moves to another axis, all of an axis becomes another, or one choice changes; the
-    size of microbatches stays, unless it is what changes. Of changes of one kind the best stands for all. Where none
-    makes a layout fit, a second change is made to the leanest.
+    A prime factor of a mesh axis moves to another axis, all of an axis becomes another, or one choice changes. Where
+    the ways to split a batch change, either the size of microbatches stays or their number. Of changes of one kind the
+    best stands for all. Where none makes a layout fit, a second change is made to the leanest.
 
     Args:
         plan: complete.
@@ -113,7 +113,7 @@ def _tried(plan: Plan, tools: tuple[Tool, ...], memory_share: float) -> Iterator
 
 
 def _requests(plan: Plan) -> Iterator[tuple[str, str, LayoutRequest]]:
-    """Kind, words and request of each change; how many microbatches there are follows from the others."""
+    """Kind, words and request of each change; how many microbatches there are follows from their size."""
     layout = plan.layout
     written = parse_layout(plan.line, num_chips=layout.num_chips)
     kept = {**written.choices, "zero": layout.zero, "fully_sharded": layout.fully_sharded}
@@ -123,6 +123,10 @@ def _requests(plan: Plan) -> Iterator[tuple[str, str, LayoutRequest]]:
     for source, words, moved in moved_factors(used, MESH_AXES):
         sizes = {**written.sizes, **moved}
         yield source, words, replace(asked, sizes=sizes, choices=_meant(kept, sizes))
+        whole, ways = layout.sequences // layout.num_microbatches, sizes["data"] * sizes["fsdp"] * sizes["expert"]
+        if whole % ways == 0 and whole // ways != layout.micro_batch:
+            choices = _meant({**kept, "micro_batch": whole // ways}, sizes)
+            yield source, f"{words}, micro_batch={whole // ways}", replace(asked, sizes=sizes, choices=choices)
     for name, value in _choices(plan):
         words = f"{name}={value}" if not isinstance(value, bool) else f"{name}={'on' if value else 'off'}"
         yield name, words, replace(asked, choices=_meant({**kept, name: value}, written.sizes))
