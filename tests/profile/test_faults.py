@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshwise.core.dtypes import DType
 from meshwise.hardware import load_chip
 from meshwise.profile import profile_traces
 from meshwise.profile.causes import find_causes
 from meshwise.profile.diagnosis import Diagnosis
+from meshwise.profile.trace import SECOND, Activity, Array, Device, OpKind, StreamBuilder, Trace
 from tests.profile.traces import (
     DLRM,
     PAX,
@@ -173,3 +175,21 @@ def test_sizes_that_do_not_fill_the_tiles_are_named():
     more = 768 / 520 * 50432 / 50304 - 1  # both by 256
     assert causes[0].seconds == pytest.approx(more * sum(t.kind.flops * t.runs for t in odd) / 918e12, rel=0.01)
     assert "8,192 x 520 x 50,304, multiplied as 8,192 x 768 x 50,432" in causes[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("chip", "share", "large"),
+    [("mi300x", 0.45, 0.51), ("mi300x", 0.2, 0.51), ("h100-sxm", 0.55, 0.7), ("h100-sxm", 0.45, 0.7)],
+)
+def test_products_are_measured_against_what_large_ones_reach(chip, share, large):
+    """MI300X was measured to reach half of its peak, an H100 more than 70 %: what is near that is not slow."""
+    found = load_chip(chip)
+    flops = 2 * 8192.0**3
+    kind = OpKind("product", Activity.COMPUTE, "matmul", operands=(Array((8192, 8192), "bf16"),) * 2,
+                  matmul=(1, 8192, 8192, 8192), flops=flops, num_bytes=3 * 2 * 8192.0**2)  # fmt: skip
+    seconds = flops / found.peak(DType.BF16) / share
+    stream = StreamBuilder("0")
+    stream.add(0, round(seconds * SECOND), 0)
+    trace = Trace("t", "kineto", (kind,), (Device("0", "", 0, "", (stream.build(),)),))
+    slow = [c.seconds for c in find_causes(profile_traces([trace], chip=found)) if c.name == "slow-matmul"]
+    assert slow == ([pytest.approx(seconds * (1 - share / large))] if share < 0.7 * large else [])

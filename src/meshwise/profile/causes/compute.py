@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from meshwise.core.dtypes import DType
 from meshwise.core.units import format_time
+from meshwise.costs.calibration import default_calibration
 from meshwise.hardware import Chip
 from meshwise.profile.causes.cause import SPREAD, Cause
 from meshwise.profile.kinds import short_name
@@ -22,8 +24,9 @@ from meshwise.profile.trace import SECOND, Activity
 
 #: A size is worth padding if it lacks more than this share of itself to a multiple of 64, or is none of 8.
 _WASTE = 0.05
-#: Share of the roofline that large products reach; what is below it is a loss.
-_GOOD_MATMUL = 0.7
+#: Share of the roofline that large products reach, on chips where single ones were measured to reach more; what is
+#: below this share of that is slow.
+_GOOD_MATMUL, _SLOW = 0.7, 0.7
 _ATTENTION = re.compile(r"softmax|attention|attn", re.IGNORECASE)
 _CHAINED = ("elementwise", "normalization", "softmax")
 
@@ -118,11 +121,11 @@ def _matmuls(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]
     slow: list[tuple[float, OpTime, Roofline]] = []
     for time in products:
         near = roofline_of(time, chip)
-        if near is not None and near.share < 0.5:
+        if near is not None and chip is not None and near.share < _SLOW * (good := _reachable(time, near, chip)):
             padding = _padding_seconds(time, near, chip)
-            slow.append((time.seconds - padding - near.floor / _GOOD_MATMUL, time, near))
+            slow.append((time.seconds - padding - near.floor / good, time, near))
     seconds = sum(loss for loss, _, _ in slow)
-    if not slow or seconds <= 0:
+    if chip is None or seconds <= 0:
         return
     _, time, near = max(slow, key=lambda item: (item[0], item[1].kind.key))
     assert time.kind.matmul is not None
@@ -130,10 +133,18 @@ def _matmuls(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]
     size = f"{f'{batch:,} x ' if batch > 1 else ''}{m:,} x {k:,} x {n:,}"
     dtype = next((a.dtype for a in time.kind.operands if a.dims), "")
     evidence = (
-        f"{len(slow)} products reach less than half of their roofline; the worst, {size} in "
-        f"{dtype or 'an unknown format'}, {near.share:.0%} of the bound by {near.bound}"
+        f"{len(slow)} products are far below what large ones reach; the worst, {size} in "
+        f"{dtype or 'an unknown format'}, {near.share:.0%} of the bound by {near.bound}, large ones "
+        f"{_reachable(time, near, chip):.0%}"
     )
     yield Cause("slow-matmul", seconds, evidence, _mend(m, k, n, dtype, near), "slow products", weight=SPREAD)
+
+
+def _reachable(time: OpTime, near: Roofline, chip: Chip) -> float:
+    """Share of a product's roofline that large ones were measured to reach on this chip, no more than is usual."""
+    narrow = next((a.dtype for a in time.kind.operands if a.dims), "")
+    measured = default_calibration(chip).matmul(DType(narrow) if narrow in {*DType} else DType.BF16)
+    return min(_GOOD_MATMUL, measured) if near.bound == "compute" else _GOOD_MATMUL
 
 
 def _padding(products: tuple[OpTime, ...], chip: Chip | None) -> Iterator[Cause]:
