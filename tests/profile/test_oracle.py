@@ -58,3 +58,9 @@ def test_xprof_says_the_same_today(tmp_path):
         name = row["hlo_op_name"]
         assert spent[name] == pytest.approx(float(row["total_self_time"]), abs=0.01)
         assert (kinds[name].label, runs[name]) == (row["category"], float(row["occurrences"]))
+        seconds = 1e-6 * float(row["avg_time"])
+        flops, moved = 1e9 * float(row["model_flop_rate"]) * seconds, 2**30 * float(row["measured_memory_bw"]) * seconds
+        if row["category"] != "custom-call":  # of which it knows neither
+            assert kinds[name].num_bytes == pytest.approx(moved, rel=1e-3)
+        if row["category"] == "custom fusion":  # on GPUs it counts three for each element of what is no product
+            assert kinds[name].flops == pytest.approx(flops, rel=1e-3)
