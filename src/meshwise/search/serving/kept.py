@@ -62,8 +62,9 @@ class Kept:
         return _number(self._old) + _number(self._new)
 
     def pairs(self) -> Pairs:
-        """Those that are needed, in the order in which they came."""
-        self._old, self._new = [self._needed([*self._old, *self._new])], []
+        """Those that are needed, in the order in which they came; where they are few, all of them."""
+        parts = [*self._old, *self._new]
+        self._old, self._new = [self._needed(parts) if len(self) > _WAITING else Pairs.joined(parts)], []
         return self._old[0]
 
     def _needed(self, parts: Sequence[Pairs]) -> Pairs:

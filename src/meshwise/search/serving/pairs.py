@@ -128,7 +128,6 @@ def _lean(decode: Table, out: Index) -> Index:
     that is beaten is left out.
     """
     columns = [decode.weights, decode.cache, decode.activations, decode.workspace]
-    columns += [own[decode.kind] for own in decode.prompts[1]]
     order = out[np.lexsort((decode.seconds[out], decode.batch[out], decode.stored[out]))]
     kept = []
     for _ in range(_ROUNDS):
@@ -138,6 +137,9 @@ def _lean(decode: Table, out: Index) -> Index:
         first = np.r_[True, (batch[1:] != batch[:-1]) | (stored[1:] != stored[:-1])]
         fastest = order[np.flatnonzero(first)[np.cumsum(first) - 1]]
         beaten = np.logical_and.reduce([column[order] >= column[fastest] for column in columns])
+        kind, faster = decode.kind[order], decode.kind[fastest]
+        for own in decode.prompts[1]:
+            beaten &= own[kind] >= own[faster]
         kept.append(order[first])
         order = order[~beaten & ~first]
     return np.concatenate([*kept, order])

@@ -39,8 +39,8 @@ from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 #: Prompts that are prefilled together.
 _PROMPTS = tuple(2**k for k in range(10))
 
-#: Places that are priced at a time, at each batch: arrays stay in the cache.
-_PLACES = 8192
+#: Places that are priced at a time, at each batch: some hundred arrays of them are held at once.
+_PLACES = 1024
 
 #: How often the fastest place of each mesh is asked which others it beats.
 _ROUNDS = 4
@@ -222,7 +222,7 @@ def make_table(
         tick: called before each structure; raises what ends the search.
     """
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
-    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    columns: dict[str, _Column] = defaultdict(_Column)
     held, places, kinds = [np.zeros((len(prompts), 0))], 0, 0
     for group in (block for whole in found for block in whole.blocks(_PLACES)):
         tick()
@@ -233,18 +233,18 @@ def make_table(
         shape = len(batches), len(group.places)
         place, at = np.nonzero(_fastest([np.broadcast_to(v, shape) for v in timed.values()], group.places).T)
         of_mesh = {
-            "batch": batch,
-            "chips": group.chips,
+            "batch": batch.astype(np.int32),
+            "chips": group.chips.astype(np.int32),
             "stored": np.array([keys.setdefault(key, len(keys)) for key in group.stored], np.int32),
             "mesh": np.array([keys.setdefault(key, len(keys)) for key in group.cached], np.int32),
-            "kind": np.arange(kinds, kinds + len(group.chips)),
+            "kind": np.arange(kinds, kinds + len(group.chips), dtype=np.int32),
             **memory,
         }
-        parts["place"].append((place + places).astype(np.int32))
+        columns["place"].add((place + places).astype(np.int32))
         for name, value in timed.items():
-            parts[name].append(np.broadcast_to(value, shape)[at, place])
+            columns[name].add(np.broadcast_to(value, shape)[at, place])
         for name, value in of_mesh.items():
-            parts[name].append(np.broadcast_to(value, (len(batches), len(group.chips)))[at, group.places[place]])
+            columns[name].add(np.broadcast_to(value, (len(batches), len(group.chips)))[at, group.places[place]])
         if prompts:
             held.append(_prompt_bytes(problem, step, group, together))
         places, kinds = places + len(group.places), kinds + len(group.chips)
@@ -253,9 +253,30 @@ def make_table(
         tuple(found),
         tuple(layout for group in found for layout in group.layouts),
         {a: np.concatenate([group.mesh[a] for group in found]) for a in SERVING_AXES},
-        **{name: np.concatenate(parts.pop(name)) for name in tuple(parts)},
+        **{name: column.whole() for name, column in columns.items()},
         prompts=(together.ravel(), np.concatenate(held, axis=1)),
     )
+
+
+class _Column:
+    """Values that come in parts, in one array that grows in place: parts that wait to be joined take as much again."""
+
+    def __init__(self) -> None:
+        self._values, self._number = np.zeros(0), 0
+
+    def add(self, part: np.ndarray) -> None:
+        """Append some, of one type."""
+        begin, self._number = self._number, self._number + len(part)
+        if not begin:
+            self._values = part
+        elif self._number > len(self._values):
+            self._values.resize(self._number + self._number // 8, refcheck=False)
+        self._values[begin : self._number] = part
+
+    def whole(self) -> np.ndarray:
+        """All of them."""
+        self._values.resize(self._number, refcheck=False)
+        return self._values
 
 
 #: Sizes of a step; for attention, where they differ; and of long requests, for memory.
