@@ -1,5 +1,7 @@
 """Memory of LLaMA-3-8B on eight H100, class by class, against closed forms on paper."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
@@ -28,12 +30,15 @@ KEPT = {
     "full": D,
 }
 
+#: Of eager software, and of what XLA compiles.
+CALIBRATION = {False: IDENTITY, True: replace(IDENTITY, compiled=True)}
 
-def memory(*, on="h100:8", precision="bf16", sequences=8, tied=False, vocabulary=V, **layout):
+
+def memory(*, on="h100:8", precision="bf16", sequences=8, tied=False, vocabulary=V, compiled=False, **layout):
     cluster = parse_cluster(on)
     job = TrainingJob(batch_tokens=str(sequences * T), seq_len=str(T), precision=precision)
     config = {**load_model("llama-3-8b").config, "tie_word_embeddings": tied, "vocab_size": vocabulary}
-    problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, IDENTITY)
+    problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, CALIBRATION[compiled])
     torus = (2, 2, 2) if on.startswith("v5p") else None  # all of it is one axis of the mesh
     wires = tuple((a, torus or (n,)) for a, n in layout.items() if a in ("data", "fsdp", "tensor", "stage", "context"))
     return estimate_training(problem, Fabric.of(cluster), Layout(**layout, wires=wires)).memory
@@ -57,6 +62,15 @@ def test_fsdp_over_eight(remat):
     # Its weights once, 7/8 on top of what is stored, and the whole gradient before it is scattered.
     assert m["gathered_weights"] == pytest.approx((V * D + D) * BF16 * 7 / 8 + V * D * BF16, rel=1e-12)
     assert m["workspace"] == m["communication_buffers"] == 0  # no layer is at work
+
+
+def test_a_compiled_head_holds_weights_or_gradient_of_one_microbatch_and_both_where_gradients_are_added_up():
+    one = memory(fsdp=8, remat="full", compiled=True)
+    assert one["gathered_weights"] + one["logits_and_loss"] == pytest.approx(
+        T * (2 * D + 2 * V) * BF16 + V * D * BF16, rel=0.01
+    )
+    two = {"fsdp": 8, "remat": "full", "sequences": 16, "num_microbatches": 2}
+    assert memory(**two, compiled=True) == memory(**two)
 
 
 def test_a_layer_at_work_counts_where_it_needs_more_than_the_head():

@@ -50,6 +50,8 @@ class LocalMemory:
         unreduced: gradients at that moment; where they are scattered together, the plan's bucket.
         gathered, buffers: as in the plan.
         at_once: the gathered weights that are there at once, over all of them.
+        added_up: workspace, beside, unreduced and at_once where gradients of microbatches are added up, if they differ
+            then: a compiler makes a head's gradient beside its gathered weights there.
     """
 
     kept: Num
@@ -59,6 +61,7 @@ class LocalMemory:
     gathered: Num
     buffers: Num
     at_once: Num = 1.0
+    added_up: tuple[Num, ...] = ()
 
 
 def local_memory(
@@ -73,9 +76,8 @@ def local_memory(
         bucketed: whether the block's gradients are scattered together, while the block before is at work; else each
             while the next is made.
     """
-    compiled = (
-        calibration.compiled and not bucketed
-    )  # where a layer travels whole, its results wait as in eager software
+    # Where a layer travels whole, its results wait as in eager software.
+    compiled = calibration.compiled and not bucketed
     remade = extents.weighted(plan.compiled_remade if compiled else plan.remade)
     kept = extents.weighted(plan.kept)
     if calibration.unfused_attention:
@@ -89,6 +91,10 @@ def local_memory(
     else:
         largest, besides, unreduced = _most_with_gradients(moments, extents)
         workspace, beside = remade + largest, remade + besides
+    added_up: tuple[Num, ...] = ()
+    if compiled and not plan.weights:  # no layer
+        most, besides, made = _most_with_gradients(plan.operations, extents)
+        added_up = (remade + most, remade + besides, made, 1.0)
     buffers: Num = 0.0
     for num_bytes, axes in plan.buffers:
         lacking = extents.remote_fraction(axes)
@@ -103,6 +109,7 @@ def local_memory(
         gathered=gathered,
         buffers=buffers,
         at_once=_largest_share(plan, gathered, extents) if compiled else 1.0,
+        added_up=added_up,
     )
 
 
@@ -192,60 +199,6 @@ def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Hol
 
 
 @dataclass(frozen=True, slots=True)
-class HeldActivations:
-    """Bytes of activations of one microbatch on one device (floats or arrays).
-
-    Args:
-        kept: role -> of all copies of its blocks; of the head, what it holds at work, at least.
-        workspace: of the layer that needs most.
-    """
-
-    kept: Mapping[str, Num]
-    workspace: Num
-
-
-def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivations:
-    """Add up what one device holds of each block's activations."""
-    kept: dict[str, Num] = {"embed": 0.0, "layer": 0.0, "head": 0.0}
-    workspace: Num = 0.0
-    for part, local in blocks:
-        role, n = part.block.role, part.block.repeat * part.share
-        kept[role] = kept[role] + n * (local.beside if role == "head" else local.kept)
-        if role == "layer":
-            workspace = maximum(workspace, local.workspace * (part.share > 0))
-    return HeldActivations(kept, workspace)
-
-
-def memory_floor(
-    held: HeldActivations,
-    ends: Iterable[End],
-    hbm_capacity: float,
-    *,
-    offloaded: bool = False,
-    state: Mapping[str, Num] | None = None,
-) -> Num:
-    """Bytes that some chip holds at least: activations, logits, training state, the reserve.
-
-    Args:
-        held: activations of all blocks.
-        ends: the devices that may be the fullest.
-        hbm_capacity: bytes; the reserve is a share of it.
-        offloaded: whether kept activations may be in the host's memory, so that they do not count.
-        state: of all copies of the blocks of a role, bytes in `STATE_CLASSES`; None counts none.
-    """
-    kept, floor = held.kept, 0.0
-    for end in ends:
-        head = end.counts["head"] * kept["head"]
-        most: Num = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
-        if not offloaded:
-            most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
-        for role, num_bytes in (state or {}).items():
-            most = most + end.counts[role] * num_bytes
-        floor = maximum(floor, most)
-    return floor + RESERVE_SHARE * hbm_capacity
-
-
-@dataclass(frozen=True, slots=True)
 class Holding:
     """What one block contributes to a class.
 
@@ -270,6 +223,7 @@ class End:
         counts: role -> copies there of each block's `repeat`.
         in_flight: microbatches whose activations are held, of all its chunks.
         logits_in_flight: microbatches whose logits are held.
+        adds_up: whether gradients of several microbatches are added up.
         tied_apart: 1 where what tied weights belong to is on another device, so that they and their gradients are held
             twice, else 0.
     """
@@ -277,6 +231,7 @@ class End:
     counts: Mapping[str, Num]
     in_flight: Num
     logits_in_flight: Num
+    adds_up: Condition
     tied_apart: Num
 
 
@@ -333,7 +288,7 @@ def pipeline_ends(layers: int, pipeline: Pipeline) -> tuple[End, ...]:
     chunks = pipeline.device_chunks
 
     def end(counts: Mapping[str, Num], held: Num) -> End:
-        return End(counts, held / chunks, logits, apart)
+        return End(counts, held / chunks, logits, shape.num_microbatches > 1, apart)
 
     ends = [end(first, schedule.held_first(shape))]
     if not schedule.folded and some(shape.stages > 1):
@@ -368,17 +323,21 @@ class _AtWork:
     buffers: Num
 
     @classmethod
-    def of(cls, block: Block, present: Num, local: LocalMemory, stored: Num) -> _AtWork:
-        """`stored`: bytes of the gathered weights as stored.
+    def of(cls, block: Block, present: Num, local: LocalMemory, stored: Num, adds_up: Condition) -> _AtWork:
+        """`stored`: bytes of the gathered weights as stored; `adds_up` as of an `End`.
 
         Weights of a layer are gathered one after the other: the next layer's take the place of those that were read.
         """
+        most = workspace, beside, unreduced, at_once = local.workspace, local.beside, local.unreduced, local.at_once
+        if local.added_up and block.role == "head":
+            workspace, beside, unreduced, at_once = (
+                where(adds_up, *pair) for pair in zip(local.added_up, most, strict=True)
+            )
         apart = local.gathered > stored  # else weights are used where they are, and gradients added where they are made
-        unreduced = where(apart, local.unreduced, 0.0)
-        same = local.beside is local.workspace
-        workspace = local.workspace if same else where(apart, local.beside, local.workspace)
+        unreduced = where(apart, unreduced, 0.0)
+        workspace = workspace if beside is workspace else where(apart, beside, workspace)
         # A lookup's table is read in the forward pass alone: it is among the moments, as its gradient is.
-        gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0) * local.at_once)
+        gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0) * at_once)
         return cls(block, present, workspace, gathered, local.buffers)
 
     @property
@@ -437,7 +396,7 @@ def stage_memory(
         if holdings is not None or not is_zero(held["tied"]):
             add("parameters", block, end.tied_apart * n, held["tied"])
             add("gradients", block, end.tied_apart * n, held["tied_gradients"])
-        moments.append(_AtWork.of(block, present, local, held["stored"]))
+        moments.append(_AtWork.of(block, present, local, held["stored"], end.adds_up))
         if block.role != "head":
             add("activations", block, n * end.in_flight, local.kept)
         else:

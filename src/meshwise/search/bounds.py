@@ -13,10 +13,10 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from meshwise.costs.arithmetic import Num, array, joined, take
+from meshwise.costs.arithmetic import Num, array, joined, maximum, minimum, take
 from meshwise.costs.evaluate import evaluate_activations, evaluate_local, local_prices, rates_of
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
-from meshwise.costs.memory import STATE_CLASSES, End, HeldActivations, held_activations, memory_floor, pipeline_ends
+from meshwise.costs.memory import RESERVE_SHARE, STATE_CLASSES, End, LocalMemory, pipeline_ends
 from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
 from meshwise.costs.pipeline import Part, Pipeline, Shares, device_shares, num_layers
@@ -50,6 +50,61 @@ _SIZES = 2 * CHUNK
 
 #: Keys bounded at a time: a bound is less arithmetic than a price, so what each go costs weighs more.
 _KEYS = 4 * CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class HeldActivations:
+    """Bytes of activations of one microbatch on one device (floats or arrays).
+
+    Args:
+        kept: role -> of all copies of its blocks; of the head, what it holds at work, at least.
+        workspace: of the layer that needs most.
+    """
+
+    kept: Mapping[str, Num]
+    workspace: Num
+
+
+def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivations:
+    """Add up what one device holds of each block's activations."""
+    kept: dict[str, Num] = {"embed": 0.0, "layer": 0.0, "head": 0.0}
+    workspace: Num = 0.0
+    for part, local in blocks:
+        role, n = part.block.role, part.block.repeat * part.share
+        head = minimum(local.beside, local.added_up[1]) if local.added_up else local.beside
+        kept[role] = kept[role] + n * (head if role == "head" else local.kept)
+        if role == "layer":
+            workspace = maximum(workspace, local.workspace * (part.share > 0))
+    return HeldActivations(kept, workspace)
+
+
+def memory_floor(
+    held: HeldActivations,
+    ends: Iterable[End],
+    hbm_capacity: float,
+    *,
+    offloaded: bool = False,
+    state: Mapping[str, Num] | None = None,
+) -> Num:
+    """Bytes that some chip holds at least: activations, logits, training state, the reserve.
+
+    Args:
+        held: activations of all blocks.
+        ends: the devices that may be the fullest.
+        hbm_capacity: bytes; the reserve is a share of it.
+        offloaded: whether kept activations may be in the host's memory, so that they do not count.
+        state: of all copies of the blocks of a role, bytes in `STATE_CLASSES`; None counts none.
+    """
+    kept, floor = held.kept, 0.0
+    for end in ends:
+        head = end.counts["head"] * kept["head"]
+        most: Num = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
+        if not offloaded:
+            most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
+        for role, num_bytes in (state or {}).items():
+            most = most + end.counts[role] * num_bytes
+        floor = maximum(floor, most)
+    return floor + RESERVE_SHARE * hbm_capacity
 
 
 @dataclass(slots=True)
