@@ -82,3 +82,23 @@ def test_other_databases_and_damaged_ones_are_refused(tmp_path):
         db.execute("CREATE TABLE users (id INT)")
     with pytest.raises(ConfigError, match="CUPTI_ACTIVITY_KIND_KERNEL, found none"):
         read_trace(tmp_path / "other.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("at", "put"),
+    [(b"CUPTI_ACTIVITY_KIND_KERNEL (", b"\xc4UPTI"), (b"sm90_xmma", b"\xee\xff\xa0"), (b"step 1", b"\xc4")],
+)
+def test_damaged_text_is_an_error_in_words(tmp_path, at, put):
+    whole = Path(database(tmp_path / "a.sqlite")).read_bytes()
+    place = whole.index(at)
+    (tmp_path / "hurt.sqlite").write_bytes(whole[:place] + put + whole[place + len(put) :])
+    with pytest.raises(ConfigError, match="cannot be read as a database"):
+        read_trace(tmp_path / "hurt.sqlite")
+
+
+def test_words_for_numbers_are_an_error_in_words(tmp_path):
+    path = database(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'")
+    with pytest.raises(ConfigError, match="cannot be read as a database"):
+        read_trace(path)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from meshwise.core.errors import ConfigError
+from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.profile.reading.host_tree import HostOp, HostTree
 from meshwise.profile.reading.kineto import GpuArguments, gpu_kind
 from meshwise.profile.trace import Device, Marker, OpTable, StreamBuilder, Trace
@@ -57,7 +57,9 @@ def read_nsys(path: Path) -> Trace:
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             return _trace(_Database(connection), path.name)
-    except sqlite3.DatabaseError as error:
+    except MeshwiseError:
+        raise
+    except (sqlite3.DatabaseError, ValueError, OverflowError) as error:  # also text that is none, words for numbers
         raise ConfigError(f"{path} cannot be read as a database of Nsight Systems: {error}; export it again") from None
 
 
