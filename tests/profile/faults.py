@@ -188,6 +188,28 @@ def with_slow_device(traces, slow, factor):
     return found
 
 
+def with_slow_clock(traces, slow, factor):
+    """All that one trace recorded takes longer: operations, collectives, the host."""
+
+    def stretched(times):
+        return np.rint(np.asarray(times) * factor).astype(np.int64)
+
+    def slowed(item):
+        start = stretched(item.start)
+        return replace(item, start=start, duration=stretched(item.start + item.duration) - start)
+
+    trace = traces[slow]
+    devices = tuple(
+        replace(d, streams=tuple(
+            replace(slowed(s), launch=np.where(s.launch < 0, s.launch, stretched(s.launch))) for s in d.streams
+        ))
+        for d in trace.devices
+    )  # fmt: skip
+    markers, host = (tuple(map(slowed, items)) for items in (trace.markers, trace.host))
+    found = replace(trace, devices=devices, markers=markers, host=host)
+    return [found if number == slow else other for number, other in enumerate(traces)]
+
+
 def with_attention_not_fused(traces, seconds):
     """Each fused attention becomes a product that writes scores, and all of a step take longer by so much."""
     cuts, longer, every = {}, {}, []

@@ -19,7 +19,13 @@ from meshwise.profile.diagnosis import Diagnosis
 from meshwise.profile.peers import slower_by
 from meshwise.profile.places import unusual_steps
 from meshwise.profile.trace import Activity, Collective, Device, Marker, OpKind, StreamBuilder, Trace
-from tests.profile.faults import with_attention_not_fused, with_gap, with_longer_collective, with_slow_device
+from tests.profile.faults import (
+    with_attention_not_fused,
+    with_gap,
+    with_longer_collective,
+    with_slow_clock,
+    with_slow_device,
+)
 from tests.profile.traces import DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, traces_of
 
 WITHIN, MS = 0.1, 1e-3
@@ -148,6 +154,15 @@ def test_a_rank_slowed_by_8_percent_is_first(paths, slow):
         assert all(c.name != "straggler" for c in before.causes)
         first = after.causes[0]
         assert (first.name, first.seconds) == ("straggler", pytest.approx(lost, rel=WITHIN))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("paths", [PAX, DLRM], ids=["pax", "dlrm"])
+def test_a_rank_on_which_all_takes_longer_is_first(paths, slow):
+    """Its steps are longer by more than steps differ, whatever ranks wait for each other."""
+    for before, after in both(paths, lambda traces: with_slow_clock(traces, slow, 1.08)):
+        lost = 0.08 * before.profile.devices[slow].step_s
+        assert (after.causes[0].name, after.causes[0].seconds) == ("straggler", pytest.approx(lost, rel=WITHIN))
 
 
 @pytest.mark.parametrize("path", [QWEN, SGLANG, TE], ids=["qwen", "sglang", "te"])

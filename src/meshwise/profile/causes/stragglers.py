@@ -6,12 +6,15 @@ Not here: the wire (`network`), what each device does longer like for like (`pee
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from meshwise.core.units import format_time
 from meshwise.profile.causes.cause import SPREAD, Cause
 from meshwise.profile.peers import slower_by
 from meshwise.profile.profile import DeviceTimes, Profile
+from meshwise.profile.trace import SECOND
 
 #: A straggler costs at least this share of a step.
 _LATE = 0.01
@@ -49,8 +52,9 @@ def _lateness(profile: Profile, place: int, computes: float) -> float:
 
     What it computes longer like for like (`computes`), unless that explains less than half of how much its steps are
     longer, or of how long the others wait for it more than for each other, if that is most of what they wait: no more
-    than is exposed of their collectives, since waits may be hidden. Devices that exchange nothing do not wait for each
-    other: there only slower computation counts.
+    than is exposed of their collectives, since waits may be hidden. Steps that are longer by far more than they differ
+    count, however long devices wait at will. Devices that exchange nothing do not wait for each other: there only
+    slower computation counts.
     """
     devices, waiting = profile.devices, profile.waiting
     others = [number for number in range(len(devices)) if number != place]
@@ -61,7 +65,14 @@ def _lateness(profile: Profile, place: int, computes: float) -> float:
     exposed = statistics.mean(devices[n].mean("waiting") + devices[n].mean("exposed_collective") for n in others)
     more = waiting.blame_s(place) - usual
     late = max(steps, min(more, exposed)) if max(steps, more) >= usual else 0.0
+    if steps > _FACTOR * _spread(devices) > 0:
+        late = max(late, steps)
     return computes if computes >= steps and _FACTOR * computes >= late else late
+
+
+def _spread(devices: Sequence[DeviceTimes]) -> float:
+    """Seconds by which the steps of one device differ at most."""
+    return max(float(np.ptp(device.lane.steps.duration)) for device in devices) / SECOND
 
 
 def _slow_words(devices: tuple[DeviceTimes, ...], worst: int, seconds: float, computes: float) -> str:
