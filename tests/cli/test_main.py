@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,29 @@ def test_words_are_completed(words, found):
         [sys.executable, "-m", "meshwise"], env=os.environ | asked, capture_output=True, text=True, check=False
     )
     assert found in [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "breaks", "found"),
+    [  # readline replaces what stands behind the last break
+        ("meshwise plan train llama-3-8b --on h100:8,mi355", ":=", "8,mi355x:8"),
+        ("meshwise plan train llama-3-8b --on h100:8,mi355", "", "h100:8,mi355x:8"),
+        ("meshwise plan serve llama-3-8b --max-ttft ", ":=", None),
+        ("meshwise plan ", ":=", "train"),
+    ],
+)
+def test_bash_completes_words_with_colons(run, tmp_path, line, breaks, found):
+    script, program = tmp_path / "completion", tmp_path / "meshwise"
+    script.write_text(run("completion", "bash").out)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m meshwise "$@"\n')
+    program.chmod(0o755)
+    ask = f'source {script}; COMP_WORDBREAKS="{breaks}"; COMP_LINE="{line}"; COMP_POINT={len(line)}'
+    ask += f'; _meshwise_completion {program}; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    bash = shutil.which("bash") or ""
+    done = subprocess.run([bash, "-c", ask], capture_output=True, text=True, check=False)  # noqa: S603
+    words = done.stdout.split()
+    assert found in words if found else not words
 
 
 def warned(done):

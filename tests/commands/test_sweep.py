@@ -225,6 +225,13 @@ def test_the_picture_has_chips_to_the_right_and_a_line_for_each_model(here):
         choose_axes(found, None, "bound")
 
 
+def test_lines_beyond_ten_are_told_apart_by_marks_and_dashes(here):
+    here()
+    text = f'command = "estimate serve"\nmodel = "qwen3-8b"\nprompt = 64\noutput = 64\nbatch = {[*range(1, 13)]}\n'
+    found = meshwise.sweep(written(f'{text}layout = "replicas=-1"\non = ["h100:1", "h100:2"]\n'))
+    assert "stroke-dasharray" in sweep_svg(found, ("num_chips", "output_tokens_per_s"))
+
+
 def test_columns_of_options_and_answers_are_apart():
     for kind in KINDS.values():
         assert not set(kind.columns) & set(kind.request.model_fields)

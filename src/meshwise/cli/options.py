@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
-from click.shell_completion import get_completion_class
 from pydantic.fields import FieldInfo
 
 from meshwise.cli.output import Output
+from meshwise.cli.shells import completion_script
 from meshwise.commands.command import Verb, in_order
 from meshwise.commands.requests import Flag, Request, bare_type, choices, flag, former_names, marker, notes
 from meshwise.commands.typed import SUGGESTED, build, suggestions, typed_name
@@ -137,9 +137,7 @@ def completion(shell: str) -> None:
       eval "$(meshwise completion zsh)"       in ~/.zshrc
       meshwise completion fish | source       in ~/.config/fish/config.fish
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    kind = get_completion_class(shell)
-    assert kind is not None, f"click completes {shell}"
-    click.echo(kind(click.Command("meshwise"), {}, "meshwise", "_MESHWISE_COMPLETE").source())
+    click.echo(completion_script(shell))
 
 
 class _Option(click.Option):

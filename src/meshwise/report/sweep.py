@@ -261,6 +261,11 @@ def _across(rows: Sequence[Row], varied: Sequence[str]) -> str:
     return max(numbers or varied or ["key"], key=lambda name: distinct.get(name, 0))
 
 
+#: Colors of lines; and of each ten lines the marks of their points, and their dashes.
+_COLORS = 10
+_STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
+
+
 def sweep_svg(sweep: Sweep, axes: tuple[str, str]) -> str:
     """Draw one column over another as SVG, a line for each combination of the options that vary otherwise.
 
@@ -279,14 +284,18 @@ def sweep_svg(sweep: Sweep, axes: tuple[str, str]) -> str:
         lines.setdefault(", ".join(others), []).append((at, _number(row[up]) or 0.0))
     figure = new_figure(8, 5)
     drawn = figure.subplots()
-    for name, points in lines.items():
+    for number, (name, points) in enumerate(lines.items()):
+        marker, dashes = _STYLES[number // _COLORS % len(_STYLES)]
         ordered = sorted(points) if numbers else points
-        drawn.plot([x for x, _ in ordered], [y for _, y in ordered], "o-" if numbers else "o", label=name or up)
+        xs, ys = [x for x, _ in ordered], [y for _, y in ordered]
+        drawn.plot(xs, ys, marker + dashes * numbers, color=f"C{number % _COLORS}", label=name or up)
     values = [_number(row[across]) or 0.0 for row in rows] if numbers else []
     if values and min(values) > 0 and max(values) >= 8 * min(values):
         drawn.set_xscale("log", base=2)
         drawn.set_xticks(sorted(set(values)), [f"{x:,.6g}" for x in sorted(set(values))])
         drawn.minorticks_off()
+    elif values:
+        drawn.xaxis.set_major_formatter(lambda x, _: f"{x:,.6g}")
     heights = [y for points in lines.values() for _, y in points]
     if min(heights) > 0 and max(heights) >= 4 * min(heights):
         drawn.set_yscale("log")
