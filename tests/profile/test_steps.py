@@ -1,9 +1,12 @@
 """Steps of a server, whose markers tell their kinds: those of one kind are taken together."""
 
+from itertools import pairwise
+
 import pytest
 
 from meshwise.profile import profile_traces
 from meshwise.profile.causes import find_causes
+from meshwise.profile.steps import find_steps
 from meshwise.profile.trace import Activity, Device, Marker, OpKind, StreamBuilder, Trace
 
 MS = 10**9  # picoseconds
@@ -62,3 +65,25 @@ def test_a_pattern_chooses_any():
     trace = served(VLLM, ["decode", "prefill", "decode", "decode"], {"decode": 3, "prefill": 4})
     assert len(profile_traces([trace], step="execute").devices[0].lane.steps) == 4
     assert len(profile_traces([trace], step="context_1").devices[0].lane.steps) == 1
+
+
+def test_devices_of_a_job_have_the_same_steps():
+    """One device leaves its first step out as not steady, one has the last only in part: both are left out of all."""
+    ops = (OpKind("product", Activity.COMPUTE, "matmul"),)
+
+    def device(number, starts, markers):
+        stream = StreamBuilder("0")
+        for start, end in pairwise(starts):
+            stream.add(start, end - start - 5, 0)
+        marked = [Marker(f"step {n}", start, 1, number) for n, start in zip(markers, starts, strict=False)]
+        return Device(f"{number}", "", number, "", (stream.build(),)), marked
+
+    one, marks = device(0, [0, 100, 200, 300, 400, 500], [1, 2, 3, 4, 5])
+    other, more = device(1, [0, 180, 280, 380, 480], [1, 2, 3, 4])
+    far, few = device(2, [0, 100], [1])
+    trace = Trace("t", "chrome", ops, (one, other, far), tuple(marks + more + few))
+    assert [find_steps(trace, place).names[0] for place in (0, 1)] == ["step 1", "step 2"]
+    profile = profile_traces([trace])
+    assert [d.lane.steps.names for d in profile.devices] == [("step 2", "step 3", "step 4")] * 2
+    assert profile.devices[0].lane.steps.left_out == 1
+    assert "steps of 1 of 3 devices, which are left out" in profile.missing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,11 +19,13 @@ from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, op_times, peak_of
 from meshwise.profile.partition import PARTS, Busy, Partition, busy_times, partition
 from meshwise.profile.ranks import Lane, Waiting, find_waiting
-from meshwise.profile.steps import find_steps
+from meshwise.profile.steps import find_steps, same_steps
 from meshwise.profile.trace import SECOND, Trace
 
 #: Operations of no known kind are said from this share of busy time on.
 _UNKNOWN = 0.01
+#: Devices with less than this share of the usual number of steps, and with more than one step less, are left out.
+_FEWER = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +141,21 @@ def profile_traces(traces: Sequence[Trace], *, chip: Chip | None = None, step: s
 
 
 def _lanes(traces: Sequence[Trace], step: str | None) -> tuple[list[Lane], list[int]]:
-    """Devices with steps, and the trace of each; those on which the steps' program never ran are left out."""
-    lanes, owners = [], []
-    for owner, trace in enumerate(traces):
-        found = [Lane(d, trace.ops, find_steps(trace, place, step)) for place, d in enumerate(trace.devices)]
-        numbers = Counter(len(lane.steps) for lane in found if len(lane.steps))
-        usual = max(numbers, key=lambda n: (numbers[n], n), default=0)
-        for lane in found:
-            if len(lane.steps) == usual > 0:
-                lanes.append(lane)
-                owners.append(owner)
-    if not lanes:
+    """Devices with steps, and the trace of each; those with far fewer steps than others are left out.
+
+    All have the same steps: those that any of them leaves out as not steady are left out of all.
+    """
+    every = [
+        (Lane(device, trace.ops, find_steps(trace, place, step)), owner)
+        for owner, trace in enumerate(traces) for place, device in enumerate(trace.devices)
+    ]  # fmt: skip
+    numbers = Counter(len(lane.steps) for lane, _ in every if len(lane.steps))
+    usual = max(numbers, key=lambda n: (numbers[n], n), default=0)
+    kept = [(lane, owner) for lane, owner in every if len(lane.steps) >= max(min(_FEWER * usual, usual - 1), 1)]
+    if not kept:
         raise ConfigError(f"{traces[0].source}: no step was found; --step REGEX names the markers that are steps")
-    return lanes, owners
+    steps = same_steps([lane.steps for lane, _ in kept])
+    return [replace(lane, steps=own) for (lane, _), own in zip(kept, steps, strict=True)], [o for _, o in kept]
 
 
 def _missing(traces: Sequence[Trace], lanes: Sequence[Lane], waiting: Waiting, chip: Chip | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -66,11 +66,27 @@ class Steps:
         """Of each step."""
         return self.end - self.start
 
+    def chosen(self, kept: Sequence[bool]) -> Steps:
+        """Some of them."""
+        mask = np.array(kept, dtype=bool)
+        names = tuple(name for name, keep in zip(self.names, kept, strict=True) if keep)
+        return Steps(self.start[mask], self.end[mask], names, self.how, self.left_out + int(mask.argmax()))
+
     def at(self, times: Times) -> Times:
         """The step of each time, -1 where there is none."""
         place = np.searchsorted(self.start, times, side="right") - 1
         found: Times = np.where(times < self.end[np.maximum(place, 0)], place, -1)
         return found
+
+
+def same_steps(devices: Sequence[Steps]) -> list[Steps]:
+    """Steps of several devices of a job that all of them have: by their markers' names, else the last ones of each."""
+    names = [set(steps.names) for steps in devices]
+    common = {name for name in set.intersection(*names) if not name.isdigit()}
+    if common and all(len(own) == len(steps) for own, steps in zip(names, devices, strict=True)):
+        return [steps.chosen([name in common for name in steps.names]) for steps in devices]
+    shortest = min(map(len, devices))
+    return [steps.chosen([place >= len(steps) - shortest for place in range(len(steps))]) for steps in devices]
 
 
 def find_steps(trace: Trace, place: int, pattern: str | None = None) -> Steps:
@@ -179,9 +195,9 @@ def _of_one_kind(steps: Steps) -> Steps:
     most = max(sorted(spent), key=lambda kind: spent[kind])
     kept = np.array([kind == most for kind in kinds], dtype=bool)
     others = ", ".join(f"{kinds.count(kind)} {kind or 'other'}" for kind in sorted(spent) if kind != most)
-    names = tuple(name for name, keep in zip(steps.names, kept.tolist(), strict=True) if keep)
-    how = f"{steps.how}: {len(names)} of {most or 'no known kind'} ({others} left out; --step REGEX chooses)"
-    return Steps(steps.start[kept], steps.end[kept], names, how)
+    found = steps.chosen(kept.tolist())
+    how = f"{steps.how}: {len(found)} of {most or 'no known kind'} ({others} left out; --step REGEX chooses)"
+    return replace(found, how=how, left_out=steps.left_out)
 
 
 def _columns(device: Device) -> tuple[Times, Times, Times]:
