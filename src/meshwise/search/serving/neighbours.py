@@ -13,7 +13,7 @@ from meshwise.core.units import format_time
 from meshwise.search.candidates import Array, Mask
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.pairs import Pairs
-from meshwise.search.serving.tables import Table, Tables
+from meshwise.search.serving.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,33 @@ def neighbours(constraints: ServingConstraints, tables: Tables, pairs: Pairs, be
 def _kinds(tables: Tables, pairs: Pairs, best: int) -> dict[str, Mask]:
     """Alternatives by name: which of the pairs they are."""
     decode, mine = tables.decode, pairs.setup(best, tables)
-    row, layout = pairs.decode[best], mine.decode
+    row, layout, sizes = pairs.decode[best], mine.decode, decode.sizes
     batch, chips = decode.batch[row], decode.chips[row]
+    batches, engines = decode.batch[pairs.decode], decode.chips[pairs.decode]
 
-    def of(table: Table, axis: str) -> Array:
-        sizes: Array = table.sizes[axis][table.kind]
-        return sizes
+    def of_pairs(meshes: Mask) -> Mask:
+        """Of which pairs the decoding engines have these meshes."""
+        chosen: Mask = meshes[decode.kind[pairs.decode]]
+        return chosen
 
     alike = pairs.apart == pairs.apart[best]
     axes = ("tensor", "cache", "width", "expert", "stage")
-    same = np.logical_and.reduce([of(decode, axis) == getattr(layout, axis) for axis in axes])
+    same = alike & of_pairs(np.logical_and.reduce([sizes[axis] == getattr(layout, axis) for axis in axes]))
     kinds = {
         "engines that do both" if pairs.apart[best] else "engines apart for prefill and generation": ~alike,
-        f"more than {batch:,.0f} requests at once on such engines": alike
-        & (same & (decode.batch > batch))[pairs.decode],
-        f"fewer than {batch:,.0f}": alike & (same & (decode.batch < batch))[pairs.decode],
-        f"decoding engines of more than {chips:.0f} chips": (decode.chips > chips)[pairs.decode],
-        f"of fewer than {chips:.0f}": (decode.chips < chips)[pairs.decode],
+        f"more than {batch:,.0f} requests at once on such engines": same & (batches > batch),
+        f"fewer than {batch:,.0f}": same & (batches < batch),
+        f"decoding engines of more than {chips:.0f} chips": engines > chips,
+        f"of fewer than {chips:.0f}": engines < chips,
     }
     if layout.tensor != layout.engine_chips:
-        ways = of(decode, "cache") * of(decode, "width") * of(decode, "stage") * of(decode, "expert")
-        kinds["generation by tensor parallelism alone"] = (ways == 1)[pairs.decode]
+        ways = sizes["cache"] * sizes["width"] * sizes["stage"] * sizes["expert"]
+        kinds["generation by tensor parallelism alone"] = of_pairs(ways == 1)
     if layout.width == 1:
-        kinds["two-dimensional weights in generation"] = (of(decode, "width") > 1)[pairs.decode]
+        kinds["two-dimensional weights in generation"] = of_pairs(sizes["width"] > 1)
     if layout.stage == 1:
-        kinds["pipelines"] = (of(decode, "stage") > 1)[pairs.decode]
-    gathers = (of(tables.prefill, "fsdp") > 1)[pairs.prefill]
+        kinds["pipelines"] = of_pairs(sizes["stage"] > 1)
+    gathers = (tables.prefill.sizes["fsdp"] > 1)[tables.prefill.kind[pairs.prefill]]
     if mine.prefill.fsdp == 1:
         return kinds | {"gathered weights in prefill": gathers}
     return kinds | {"prefill without gathered weights": ~gathers}
