@@ -51,15 +51,19 @@ class _Names:
         return cls({e.key: e.value.name for e in plane.stat_metadata}, {e.key: e.value for e in plane.event_metadata})
 
     def values(self, stats: Message) -> dict[str, object]:
-        """Statistics by name."""
-        return {self.stats.get(s.metadata_id, ""): self.value(s) for s in stats}
+        """Statistics by name; most are references or numbers that are not 0."""
+        names, found = self.stats, dict[str, object]()
+        for stat in stats:
+            reference = stat.ref_value
+            found[names.get(stat.metadata_id, "")] = (
+                names.get(reference, "") if reference else stat.int64_value or self.value(stat)
+            )
+        return found
 
     def value(self, stat: Message) -> object:
-        """The value of one, references resolved; most are references or numbers that are not 0."""
-        if stat.ref_value or stat.HasField("ref_value"):
+        """The value of one, references resolved."""
+        if stat.HasField("ref_value"):
             return self.stats.get(stat.ref_value, "")
-        if stat.int64_value:
-            return stat.int64_value
         for name in ("int64_value", "uint64_value", "str_value", "double_value", "bytes_value"):
             if stat.HasField(name):
                 return getattr(stat, name)
@@ -162,19 +166,20 @@ def _trace(reader: _Reader) -> Trace:
 
 def _read_host(reader: _Reader, plane: Message) -> None:
     names = _Names.of(plane)
+    texts = {number: str(metadata.name) for number, metadata in names.events.items()}
+    known = {number for number, text in texts.items() if not text.startswith(("$", "end: ", "ThreadpoolListener"))}
     cpus: dict[int, dict[str, StreamBuilder]] = {}
     for line in plane.lines:
-        base = line.timestamp_ns * _NANOSECOND
+        base, stream = line.timestamp_ns * _NANOSECOND, partial(_cpu_stream, cpus, line)
         rows: list[tuple[int, int, int]] = []
         for event in line.events:
-            metadata = names.events.get(event.metadata_id)
-            if metadata is None or metadata.name.startswith(("$", "end: ", "ThreadpoolListener")):
+            if event.metadata_id not in known:
                 continue
-            start = base + event.offset_ps
-            if event.stats and _host_event(reader, names, event, start, partial(_cpu_stream, cpus, line)):
+            start, text = base + event.offset_ps, texts[event.metadata_id]
+            if event.stats and _host_event(reader, names.values(event.stats), event, (start, text), stream):
                 continue
             if event.duration_ps:
-                rows.append((start, event.duration_ps, reader.texts.setdefault(metadata.name, len(reader.texts))))
+                rows.append((start, event.duration_ps, reader.texts.setdefault(text, len(reader.texts))))
         if rows:
             columns = np.array(sorted(rows), dtype=np.int64)
             name = line.display_name or line.name
@@ -194,10 +199,14 @@ def _cpu_stream(cpus: dict[int, dict[str, StreamBuilder]], line: Message, number
 
 
 def _host_event(
-    reader: _Reader, names: _Names, event: Message, start: int, stream: Callable[[int], StreamBuilder]
+    reader: _Reader,
+    stats: dict[str, object],
+    event: Message,
+    about: tuple[int, str],
+    stream: Callable[[int], StreamBuilder],
 ) -> bool:
-    """Read an event with statistics; say whether it is an operation of a CPU device."""
-    stats, text = names.values(event.stats), names.events[event.metadata_id].name
+    """Read an event with statistics, its start and its name; say whether it is an operation of a CPU device."""
+    start, text = about
     if "step_num" in stats:
         reader.markers.append(Marker(f"{text} {stats['step_num']}", start, event.duration_ps))
     correlation = stats.get("correlation_id")
