@@ -113,6 +113,20 @@ TRACE = """arrival,prompt,output,prefix,keep_as
 """
 
 
+@pytest.mark.parametrize(("rate", "count"), [(1e-300, 1), (1e-9, 2), (3e-5, 40_000)])
+def test_loads_so_long_that_times_are_no_longer_exact_are_refused(tmp_path, rate, count):
+    lengths = parse_lengths("8"), parse_lengths("2")
+    for slower in (rate, 0.999 * count / 1e9):
+        with pytest.raises(MeshwiseError, match=f"rate: {count:,} requests at .* for which times are exact"):
+            DrawnLoad(Arrivals(slower), *lengths, num_requests=count)
+    drawn = DrawnLoad(Arrivals(1.001 * count / 1e9), *lengths, num_requests=count)
+    arrivals = [d.arrival for d in itertools.islice(drawn.requests(), 100)]
+    assert all(np.spacing(arrival) < 1e-6 for arrival in arrivals)
+    (tmp_path / "two.csv").write_text("arrival,prompt,output\n0,8,2\n1,8,2\n")
+    with pytest.raises(MeshwiseError, match="rate: 2 requests"):
+        read_trace(tmp_path / "two.csv").at_rate(1e-9)
+
+
 def test_a_trace_is_read(tmp_path):
     file = tmp_path / "trace.csv"
     file.write_text(TRACE)

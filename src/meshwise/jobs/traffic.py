@@ -22,6 +22,9 @@ from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.core.units import parse_count, parse_duration
 from meshwise.jobs.lengths import Lengths
 
+#: Seconds from the first request to the last; times after many more are no longer exact to a microsecond.
+_LONGEST_S = 1e9
+
 #: Digits of a number of tokens: enough for any context there will be, and exact in floats.
 _MOST_DIGITS = 12
 
@@ -142,6 +145,14 @@ class SharedPrefixes:
             raise MeshwiseError(f"shared prefixes: expected at least 1 token and 1 group, found {self}")
 
 
+def _check_span(num_requests: int, rate: float) -> None:
+    if num_requests > rate * _LONGEST_S:
+        raise MeshwiseError(
+            f"rate: {num_requests:,} requests at {rate:g} a second take more than {_LONGEST_S:g} s (32 years), "
+            "for which times are exact; ask for more a second, or for fewer"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnLoad:
     """A load drawn from distributions.
@@ -165,6 +176,7 @@ class DrawnLoad:
         """Check the number of requests."""
         if self.num_requests < 1:
             raise MeshwiseError(f"requests: expected at least 1, found {self.num_requests}")
+        _check_span(self.num_requests, self.arrivals.rate)
 
     @property
     def rate(self) -> float:
@@ -257,9 +269,11 @@ class Trace:
 
         Raises:
             ConfigError: all come at once.
+            MeshwiseError: so far apart that times are not exact.
         """
         if not math.isfinite(self.rate):
             raise ConfigError(f"{self.source}: all requests arrive at once: no other rate can be made of them")
+        _check_span(len(self.demands), rate)
         return replace(self, scale=self.scale * self.rate / rate)
 
     def first(self, count: int) -> Trace:
