@@ -1,6 +1,7 @@
 """`meshwise estimate serve` and `plan serve`, end to end: what it answers, and what it says of what cannot be."""
 
 import math
+import re
 
 import pytest
 
@@ -127,6 +128,18 @@ def test_a_plan_says_why_others_lose(run):
     assert told.first_line.startswith("Best: TTFT ")
     for words in ("Not chosen:", "Latency against throughput", "Definitions:", "CPU-seconds"):
         assert words in told.out
+
+
+def test_a_best_plan_that_answers_late_for_little_throughput_says_so(run):
+    asked = ("plan", "serve", "llama-3.1-405b", "--on", "h100:24", "--prompt", "1000", "--output", "400")
+    said = re.search(r"row 1 pays (\d+) x the TTFT of row (\d) for ([\d.]+) %", " ".join(run(*asked).out.split()))
+    times, row, more = float(said[1]), int(said[2]), float(said[3])
+    best, *_ = plans = run(*asked, "--json").json["plans"]
+    other = plans[row - 1]
+    assert times >= 3
+    assert best["ttft_s"] / other["ttft_s"] == pytest.approx(times, rel=0.05)
+    assert 100 * (best["output_tokens_per_s"] / other["output_tokens_per_s"] - 1) == pytest.approx(more, rel=0.05)
+    assert "row 1 pays" not in run(*asked, "--max-ttft", "2s").out
 
 
 def test_an_impossible_target_says_what_is_possible(run):

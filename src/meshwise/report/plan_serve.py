@@ -109,6 +109,7 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
             stopped,
             _ranking(planning, planning.plans[:_BRIEFLY], known=best),
             _columns(planning),
+            _cheaper(planning.plans[:_BRIEFLY]),
             *serving_bars(best),
         ),
         reasons=tuple(f"{n.name}: {n.reason}" for n in planning.neighbours),
@@ -174,8 +175,23 @@ def _columns(planning: ServingPlanResult) -> Text | None:
     return Text(words) if planning.simulated else None
 
 
-#: A row of the front that is costly: so many times the TTFT of the row before, for no more than this share of tokens.
+#: What is costly beside another: so many times its TTFT, for no more than this share of tokens.
 _LONGER, _GAIN = 3.0, 0.15
+
+
+def _paid(ttft: float, tokens: float, other_ttft: float, other_tokens: float) -> str:
+    """How many times another TTFT is paid for how much throughput, "" where that is not costly."""
+    if ttft < _LONGER * other_ttft or not other_tokens < tokens <= (1 + _GAIN) * other_tokens:
+        return ""
+    return f"{ttft / other_ttft:.2g} x the TTFT of {{}} for {100 * (tokens / other_tokens - 1):.2g} % more tokens/s"
+
+
+def _cheaper(plans: Sequence[ServingEstimate]) -> Text | None:
+    """What the first of some plans pays for being first, beside the next that is far quicker to answer."""
+    seen = [(e.ttft.expected, e.output_tokens_per_s) for e in plans]
+    found = [(number, _paid(*seen[0], *other)) for number, other in enumerate(seen[1:], 2)]
+    words = next((words.format(f"row {number}") for number, words in found if words), "")
+    return Text(f"row 1 pays {words} (--max-ttft limits it)") if words else None
 
 
 def _front(front: tuple[FrontPoint, ...]) -> RenderableType:
@@ -192,10 +208,7 @@ def _front(front: tuple[FrontPoint, ...]) -> RenderableType:
 
     def costly(p: FrontPoint) -> str:
         last = before.get(p)
-        if last is None or p.ttft < _LONGER * last.ttft or p.tokens > (1 + _GAIN) * last.tokens:
-            return ""
-        more = 100 * (p.tokens / last.tokens - 1)
-        return f"{p.ttft / last.ttft:.2g} x the TTFT of the row above for {more:.2g} % more tokens/s"
+        return "" if last is None else _paid(p.ttft, p.tokens, last.ttft, last.tokens).format("the row above")
 
     rows = tabulate(columns, (front[i] for i in shown), note=costly)
     return Group(Text("Latency against throughput", style="bold"), rows)
