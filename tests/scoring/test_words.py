@@ -112,6 +112,13 @@ def test_embedding_and_loss_may_be_pieces_of_a_pipeline():
     assert "at least a layer each" in one_less.reason
 
 
+def test_a_file_in_the_current_folder_is_no_model_of_a_row(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text("D = 64\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MeshwiseError, match="is not a name that is known"):
+        model_of(run(model="mine.toml"))
+
+
 def test_a_padded_table_of_tokens_does_not_make_another_model():
     cells = {"layers": 48, "d_model": 3840, "n_heads": 16, "n_kv_heads": 8, "head_dim": 256, "d_ff": 15360}
     model, _ = model_of(run(model="Gemma-3-12B", vocab=262144, **cells))

@@ -42,6 +42,7 @@ def test_as_a_search_finds_it(model, on, text):
     assert found.layout == best.layout
     assert found.estimate.step_time.expected / found.estimate.tokens == pytest.approx(best.seconds_per_token, rel=1e-12)
     assert found.estimate.memory["total"] == pytest.approx(best.memory_bytes, rel=1e-12)
+    assert Plan.of(problem, found.layout, found.fabric).estimate == found.estimate  # of many placements, or of one
 
 
 @pytest.mark.parametrize(("model", "on", "text"), [case for case in CASES if "remat" not in case[2]])

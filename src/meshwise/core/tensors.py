@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, ClassVar
 
 from meshwise.core.dtypes import DType
@@ -81,7 +82,7 @@ class Format:
         return replace(t, name=f"{self.dtype.value}.{t.name}", dtype=self.dtype, scale_bytes=self.scale_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, so that axes are put together once
 class Op:
     """One operation: tensors in, one tensor out, and an index space to count over."""
 
@@ -92,7 +93,7 @@ class Op:
     inputs: tuple[Tensor, ...]
     output: Tensor
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis of the index space, output's first, each once."""
         return tuple(dict.fromkeys((*self.output.axes, *(a for t in self.inputs for a in t.axes))))

@@ -248,6 +248,12 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout, 
         )
     structure, candidates = _checked_candidate(problem, layout)
     costs = evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), local)
+    return estimate_of(problem, layout, costs)
+
+
+def estimate_of(problem: TrainingProblem, layout: Layout, costs: Costs) -> Estimate:
+    """The estimate of a complete layout that was evaluated, alone (floats)."""
+    structure, candidates = layout_candidate(problem.model, layout)
     step = costs.step
     resources = {name: float(v) for name, v in step.resources.items()}
     busiest = max(resources, key=lambda name: resources[name])

@@ -39,8 +39,9 @@ class Distinct(Generic[T]):
 
     def __call__(self, value: T) -> int:
         """The number of `value`, a new one if it was not asked for before."""
-        number = self._numbers.setdefault(value, len(self.values))
-        if number == len(self.values):
+        number = self._numbers.get(value)
+        if number is None:
+            number = self._numbers[value] = len(self.values)
             self.values.append(value)
         return number
 

@@ -6,7 +6,7 @@ Not here: seconds (`compute`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import (
@@ -27,8 +27,7 @@ from meshwise.jobs import Precision
 from meshwise.sharding.placed import Held, LocalOp
 
 
-@dataclass(frozen=True, slots=True)
-class LoweredOp:
+class LoweredOp(NamedTuple):
     """What one local operation will do, once sizes are known. Equal ones cost the same.
 
     Args:

@@ -101,6 +101,12 @@ class Lowered:
         self._of_training: dict[tuple[int, LayoutChoices, bool], LoweredTrainingBlock] = {}
         self._of_serving: dict[tuple[int, Strategy], LoweredServingBlock] = {}
 
+    @cached_property
+    def spans(self) -> frozenset[str]:
+        """Axes of what is read of caches by spans."""
+        read = (a for block in self.program for op in block.ops for t in op.inputs for a in t.axes)
+        return frozenset(a for a in read if a.startswith("S."))
+
     def training(self, choices: LayoutChoices) -> tuple[LoweredTrainingBlock, ...]:
         """The blocks of a training step.
 

@@ -103,14 +103,21 @@ class ServingProblem(_Problem):
             *self.model.notes,
         )
 
-    @property
+    @cached_property
     def compute_rates(self) -> ComputeRates:
         """Rates of the chip for the load's formats, as the calibration says they are achieved."""
         return ComputeRates.of(self.cluster.chip, self.load.formats.formats, self.calibration)
 
+    @cached_property
+    def _lowered(self) -> dict[tuple[Step, bool], Lowered]:
+        return {}
+
     def lowered(self, step: Step, choices: ServingLayoutChoices) -> Lowered:
         """The program of a step in the load's formats, lowered."""
-        return lowered_serving(self.model, step, self.load.formats, wide=choices.wide)
+        key = step, choices.wide
+        if key not in self._lowered:
+            self._lowered[key] = lowered_serving(self.model, step, self.load.formats, wide=choices.wide)
+        return self._lowered[key]
 
     def blocks(self, step: Step, choices: ServingLayoutChoices) -> tuple[LoweredServingBlock, ...]:
         """The lowered blocks of a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwise.models.catalog import CatalogEntry, catalog, load_model, model_names
+from meshwise.models.catalog import CatalogEntry, built_in, catalog, load_model, model_names
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount
 from meshwise.models.model import Model, Source
 from meshwise.models.published import as_published
@@ -18,6 +18,7 @@ __all__ = [
     "ParameterCount",
     "Source",
     "as_published",
+    "built_in",
     "catalog",
     "load_model",
     "model_names",

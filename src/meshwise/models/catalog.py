@@ -76,6 +76,12 @@ def _by_any_name() -> dict[str, CatalogEntry]:
     return names
 
 
+def built_in(name: str) -> Model | None:
+    """The built-in that has a name, or carries it; None where none does."""
+    entry = _by_any_name().get(name.strip().lower())
+    return None if entry is None else _built_in(entry)
+
+
 @cache
 def _built_in(entry: CatalogEntry) -> Model:
     text = (_DATA / entry.file).read_text(encoding="utf-8")
@@ -94,9 +100,8 @@ def load_model(text: str) -> Model:
         UnknownNameError: no built-in has this name and there is no such file; the nearest names are suggested.
         ConfigError: the file cannot be read or understood.
     """
-    entry = _by_any_name().get(text.strip().lower())
-    if entry is not None:
-        return _built_in(entry)
+    if (known := built_in(text)) is not None:
+        return known
     path = Path(text)
     if text.strip() and _exists(path):
         return _from_file(path)

@@ -21,7 +21,7 @@ from meshwise.hardware.chip import Source
 from meshwise.hardware.names import assemble
 from meshwise.hardware.network import Level
 from meshwise.hardware.trees import FabricLevel, build_tree
-from meshwise.models import Model, load_model, model_names
+from meshwise.models import Model, built_in, model_names, read_dimensions
 from meshwise.scoring.rows import Row, TrainingRun
 
 
@@ -111,11 +111,7 @@ def model_of(run: Row) -> tuple[Model, tuple[str, ...]]:
 def _named(name: str) -> Model | None:
     """The built-in that a source's name means."""
     plain = _plain(name)
-    found = next((known for known in model_names() if _plain(known) == plain), name)
-    try:
-        return load_model(found) if found.strip() and "/" not in found and "=" not in found else None
-    except MeshwiseError:
-        return None
+    return built_in(next((known for known in model_names() if _plain(known) == plain), name))
 
 
 def names_a_model(name: str) -> bool:
@@ -194,7 +190,7 @@ def _of_dimensions(run: Row, vocab: int) -> tuple[Model, tuple[str, ...]]:
 @lru_cache(maxsize=512)
 def _decoder(dimensions: str) -> Model:
     """A model of some dimensions: rows of one source often have the same."""
-    return load_model(dimensions)
+    return read_dimensions(dimensions, name=dimensions)
 
 
 def _switches(run: Row, family: str) -> dict[str, str]:

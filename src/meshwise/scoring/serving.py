@@ -127,7 +127,7 @@ def _too_fast(
                 f"{WRONG}"
             )
         rates, limit = "at the rates of the chips' data sheets", f"{lower:.4g} s ({e.bound})"
-    elif what == "tpot" and measured < (best := _at_best_rates(scenario, e.setup)) * 0.98:
+    elif what == "tpot" and measured < (best := _at_best_rates(scenario, e)) * 0.98:
         rates = "at the best rates that single operations have reached, with links at their data sheets"
         limit = f"{best:.4g} s"
     else:
@@ -217,14 +217,14 @@ def _with_what_fits(scenario: ServingScenario, candidate: ServingSetup, fabric: 
     return estimate
 
 
-def _at_best_rates(scenario: ServingScenario, layouts: ServingSetup) -> float:
+def _at_best_rates(scenario: ServingScenario, predicted: ServingEstimate) -> float:
     """Seconds of a token with every operation at the best rate that was measured of any, links at the data sheet's.
 
     Decoding may go along with prompts, whose step reads the weights for both: then only attention adds up.
     """
     problem = replace(scenario.problem, calibration=_BEST)
-    layouts = replace(layouts, chunk=None)  # prompts apart from what is generated
-    e = estimate_serving(problem, layouts, problem.network, count=False)
+    layouts = replace(predicted.setup, chunk=None)  # prompts apart from what is generated
+    e = estimate_serving(problem, layouts, problem.network, count=False, known=predicted)
     between = layouts.batch / max(e.output - 1, 1) / layouts.prefill_batch
     prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.decode))
     alone = between * sum(prompts.values()) + tokens["attention"]

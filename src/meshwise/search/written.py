@@ -6,15 +6,16 @@ Its few variants are priced at once, a row for each placement. Not here: layouts
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from meshwise.core.errors import LayoutError
+from meshwise.costs.arithmetic import take
 from meshwise.costs.compute import OperationPrices
-from meshwise.costs.estimate import layout_candidate
-from meshwise.costs.evaluate import evaluate_local, evaluated, local_prices
+from meshwise.costs.estimate import estimate_of, layout_candidate, training_run
+from meshwise.costs.evaluate import Costs, Local, evaluate, evaluate_local, local_prices
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.routing import Routing
@@ -77,35 +78,44 @@ def placed(
     """
     found: list[Plan] = []
     prices: OperationPrices | None = None
+    known: dict[str, Local] = {}  # by what is recomputed: where state is stored changes no operation
     fit_whole: set[tuple[bool, int]] = set()  # ways to store state with which all activations fit, too
     for layout in layouts:
         if (layout.fully_sharded, layout.zero) in fit_whole:
             continue
         structure, candidate = layout_candidate(problem.model, layout)
         prices = prices or local_prices(problem, structure, candidate.local)  # sizes are the same for all
-        local = evaluate_local(problem, structure, prices)
-        fastest: list[tuple[float, Fabric, Array]] = []
-        for fabric in fabrics:
-            sizes = tuple(layout.sizes[axis] for axis in MESH_AXES)
-            factors = _worthy(fabric, sizes, *groups_that_send(problem, structure), problem.routing)
-            seconds = np.zeros(len(factors))
-            if len(factors) * len(fabrics) > 1:
-                wires = WireTable(fabric, factors, problem.routing)
-                of = evaluated(problem, structure, candidate, wires, local, bounded=False)
-                step = of.costs(candidate.pipeline).step if layout.offload else of.time(candidate.pipeline)
-                seconds = np.broadcast_to(step.expected, len(factors))
-            if len(factors):
-                at = int(seconds.argmin())
-                fastest.append((float(seconds[at]), fabric, factors[at]))
-        if fastest:
-            _, fabric, extents = min(fastest, key=lambda each: each[0])
-            own = tuple((axis, tuple(int(e) for e in extents[k])) for k, axis in enumerate(MESH_AXES))
-            plan = Plan.of(problem, layout.replace(wires=own), fabric, local)
+        local = known[layout.remat] = evaluate_local(problem, structure, prices, known.get(layout.remat))
+        plans = [p for f in fabrics for p in _fastest(problem, layout, f, local)]
+        if plans:
+            plan = min(plans, key=lambda plan: plan.estimate.step_time.expected)
             found.append(plan)
             fits = plan.estimate.memory["total"] <= memory_share * plan.estimate.hbm_capacity
             if layout.remat == "none" and fits:
                 fit_whole.add((layout.fully_sharded, layout.zero))
     return found
+
+
+def _fastest(problem: TrainingProblem, layout: Layout, fabric: Fabric, local: Local) -> Iterator[Plan]:
+    """The plan of a layout at its fastest placement on a network, if there is one; all are priced at once."""
+    structure, candidate = layout_candidate(problem.model, layout)
+    sizes = tuple(layout.sizes[axis] for axis in MESH_AXES)
+    factors = _worthy(fabric, sizes, *groups_that_send(problem, structure), problem.routing)
+    if not len(factors):
+        return
+    costs, at = None, 0
+    if len(factors) > 1:
+        wires = WireTable(fabric, factors, problem.routing)
+        costs = evaluate(problem, structure, candidate, wires, local)
+        at = int(np.broadcast_to(costs.step.expected, len(factors)).argmin())
+    own = tuple((axis, tuple(int(e) for e in factors[at, k])) for k, axis in enumerate(MESH_AXES))
+    layout = layout.replace(wires=own)
+    if costs is None:
+        yield Plan.of(problem, layout, fabric, local)
+    else:
+        alone = Costs(take(costs.step, at), take(costs.memory, at), costs.host, take(costs.host_memory, at))
+        estimate = estimate_of(problem, layout, alone)
+        yield Plan(problem, layout, fabric, estimate, training_run(problem, estimate))
 
 
 @lru_cache(maxsize=2048)

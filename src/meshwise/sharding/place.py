@@ -6,7 +6,9 @@ placement serves a million candidates. Not here: bytes per second, or any strate
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from meshwise.core.backward import backward
 from meshwise.core.tensors import (
@@ -213,6 +215,20 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     Raises:
         ShardingError: for rules that give one tensor the same mesh axis twice.
     """
+    placed, gradients = _place_passes(block, replace(strategy, optimizer=()), policy)
+    own = {h.tensor.name: h for h in placed.weights}
+    optimizer = tuple(
+        Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in own.values() if not h.tensor.frozen
+    )
+    return replace(placed, optimizer=optimizer, step=_step_transfers(own, gradients, optimizer))
+
+
+@lru_cache(maxsize=256)  # ways to store the optimizer's state share them, as do formats
+def _place_passes(block: Block, strategy: Strategy, policy: RematPolicy) -> tuple[PlacedBlock, Mapping[str, Held]]:
+    """Place the two passes, whatever the optimizer does; arguments as in `place_block`.
+
+    Returns: the block, and by the names of their weights the gradients that the backward pass leaves.
+    """
     outside = _outside(block, strategy)
     beside = moves_beside_products(block, strategy) if strategy.pieces else frozenset[str]()
     forward = _Placer(strategy, dict(outside), beside)
@@ -230,23 +246,18 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         if not t.frozen
     }
     placed = _placed(block, outside, forward.items, back.items)
-    own = {h.tensor.name: h for h in placed.weights}
-    optimizer = tuple(
-        Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in own.values() if not h.tensor.frozen
-    )
-    moved = {n: h for n, h in gradients.items() if n not in idle}
-    gradients |= idle
-    return replace(
+    own = {h.tensor.name for h in placed.weights}
+    every = gradients | idle
+    whole = replace(
         placed,
         backward=tuple(back.items),
         recomputed=recomputed,
         kept=tuple(kept.values()),
         workspace=tuple(back.held[op.output.name] for op in saved.recompute if not is_passing(op)),
-        tied_gradients=tuple(h for n, h in gradients.items() if n not in own),
-        gradients=tuple(gradients[n] for n in own if n in gradients),
-        optimizer=optimizer,
-        step=_step_transfers(own, moved, optimizer),
+        tied_gradients=tuple(h for n, h in every.items() if n not in own),
+        gradients=tuple(every[h.tensor.name] for h in placed.weights if h.tensor.name in every),
     )
+    return whole, {n: h for n, h in gradients.items() if n not in idle}
 
 
 def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
@@ -357,7 +368,7 @@ def _accumulate(placer: _Placer, strategy: Strategy, held: Held) -> Held:
 
 
 def _step_transfers(
-    weights: dict[str, Held], gradients: dict[str, Held], optimizer: tuple[Held, ...]
+    weights: dict[str, Held], gradients: Mapping[str, Held], optimizer: tuple[Held, ...]
 ) -> tuple[Transfer, ...]:
     """Once a step: gradients to the optimizer's shards, new weights from there to where they are stored."""
     transfers: list[Transfer] = []

@@ -22,7 +22,7 @@ from meshwise.costs.problem import STEPS, ServingProblem, Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import engine_memory, largest_batch, sizes_of_steps
 from meshwise.costs.serving.sizes import attended_sizes, num_chunks
-from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
+from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step, time_step
 from meshwise.jobs import ServingLoad
 from meshwise.sharding import CollectiveKind, Mesh
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
@@ -91,13 +91,12 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
             "product of divisors of these sizes"
         )
 
-    def seconds(wiring: AxisMapping) -> float:
-        sizes = sizes_of_steps(problem, setup, step, last=1)
-        wires = wires_of(problem, fabric, wiring)
-        return float(price_step(problem, step, layout.structure, sizes, wires).expected)
-
-    best = min(mappings, key=seconds) if len(mappings) > 1 else mappings[0]
-    return layout.replace(wires=tuple(best.items()))
+    at = 0
+    if len(mappings) > 1:
+        sizes, places = sizes_of_steps(problem, setup, step, last=1), np.zeros(len(mappings), np.intp)
+        seconds, _ = time_step(problem, step, layout.structure, sizes, wires_of(problem, fabric, *mappings), places)
+        at = int(np.broadcast_to(seconds, len(mappings)).argmin())
+    return layout.replace(wires=tuple(mappings[at].items()))
 
 
 def estimate_serving(
@@ -144,9 +143,7 @@ def estimate_serving(
         check_layout(problem, getattr(setup, step), step)
     _check_mode(problem.load, setup)
     setup = with_wires(problem, fabric, setup)
-    of_decode, of_prefill = (
-        getattr(known, step).memory if known else engine_memory(problem, setup, step) for step in ("decode", "prefill")
-    )
+    of_prefill, of_decode = (known.prefill.memory, known.decode.memory) if known else _memories(problem, setup)
     decode = _engine(_step_costs(problem, fabric, setup, "decode"), 1, of_decode)
     load, aggregated = problem.load, setup.mode == "aggregated"
     mixed, num_steps = aggregated and setup.chunk is not None, num_chunks(load.computed, setup.chunk)
@@ -181,6 +178,12 @@ def estimate_serving(
         computed=load.computed,
         problem=problem,
     )
+
+
+def _memories(problem: ServingProblem, setup: ServingSetup) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Bytes by class of the engines that prefill, and of those that decode: of the same, where one layout does both."""
+    of_decode = engine_memory(problem, setup, "decode")
+    return of_decode if setup.one_layout else engine_memory(problem, setup, "prefill"), of_decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,10 +348,13 @@ def engine_axis_mappings(sizes: dict[str, int], fabric: Fabric) -> Iterator[Axis
     yield from axis_mappings(Mesh(tuple(used)), fabric) if used else iter([{}])
 
 
-def wires_of(problem: ServingProblem, fabric: Fabric, wiring: AxisMapping) -> PlacedWires:
-    """Mesh axes -> wire."""
-    dims = len(fabric.dimensions)
-    factors = {a: [float(e) for e in wiring.get(a, (1,) * dims)] for a in SERVING_AXES}
+def wires_of(problem: ServingProblem, fabric: Fabric, *mappings: AxisMapping) -> PlacedWires:
+    """Mesh axes -> wire; arrays, where there are several mappings."""
+    whole = (1,) * len(fabric.dimensions)
+    factors: dict[str, list[Num]] = {}
+    for axis in SERVING_AXES:
+        along = zip(*(mapping.get(axis, whole) for mapping in mappings), strict=True)
+        factors[axis] = [np.array(e, float) if len(e) > 1 else float(e[0]) for e in along]
     return PlacedWires(fabric, factors, problem.routing)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwise.core.tensors import Program, Tensor
+from meshwise.core.tensors import Tensor
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum
 from meshwise.costs.extents import Extents, WeightedSum
-from meshwise.costs.lower import LoweredServingBlock
+from meshwise.costs.lower import Lowered, LoweredServingBlock
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.routing import expert_load
 from meshwise.jobs import ServingLoad
@@ -115,7 +115,7 @@ def layer_share(layers: int, stages: Num) -> Num:
 
 
 def bind_step(
-    problem: ServingProblem, program: Program, sizes: StepSizes, structure: ServingLayoutChoices
+    problem: ServingProblem, lowered: Lowered, sizes: StepSizes, structure: ServingLayoutChoices
 ) -> dict[str, Num]:
     """Sizes of all axes of a step.
 
@@ -124,9 +124,9 @@ def bind_step(
     routing, one on each device at least; slots are those of the busiest device.
     """
     s = sizes
-    bound = program.bind(batch=s.sequences, queries=s.queries, keys=s.keys)
+    bound = lowered.program.bind(batch=s.sequences, queries=s.queries, keys=s.keys)
     bound["Tl"] = s.last
-    bound |= _spans(program, s)
+    bound |= _spans(lowered, s)
     if "C" in bound:
         ways = s.mesh["expert"]
         if not structure.expert_tensor_parallel:
@@ -143,7 +143,7 @@ def bind_step(
 def step_extents(problem: ServingProblem, step: Step, structure: ServingLayoutChoices, sizes: StepSizes) -> Extents:
     """Local lengths of a step."""
     lowered = problem.lowered(step, structure)
-    return Extents(lowered.symbols, bind_step(problem, lowered.program, sizes, structure), sizes.mesh, NEVER_PADDED)
+    return Extents(lowered.symbols, bind_step(problem, lowered, sizes, structure), sizes.mesh, NEVER_PADDED)
 
 
 def residual_bytes(problem: ServingProblem, step: Step, structure: ServingLayoutChoices) -> WeightedSum:
@@ -153,11 +153,10 @@ def residual_bytes(problem: ServingProblem, step: Step, structure: ServingLayout
     return lowered.symbols.held_bytes([Held(x, structure.strategy(step).home(x.axes))], lowered.symbolic.precision)
 
 
-def _spans(program: Program, s: StepSizes) -> dict[str, Num]:
+def _spans(lowered: Lowered, s: StepSizes) -> dict[str, Num]:
     """Lengths of what is read of caches by spans; the axis says which (`models.operations`)."""
     spans: dict[str, Num] = {}
-    axes = {a for block in program for op in block.ops for t in op.inputs for a in t.axes if a.startswith("S.")}
-    for axis in axes:
+    for axis in lowered.spans:
         word = axis.partition(".")[2]
         if word.startswith("latest"):
             spans[axis] = minimum(s.keys, float(word.removeprefix("latest")) + s.queries - 1)
