@@ -319,7 +319,9 @@ def test_slots_that_no_token_is_routed_to_are_sent_too():
 @pytest.mark.parametrize(
     ("job", "layout", "slots"),
     [
-        ({}, "expert=8", 4.0),  # eight experts, two of a token
+        ({}, "expert=8,expert_dispatch=slots", 4.0),  # eight experts, two of a token
+        ({}, "expert=8", 1.0),
+        ({}, "expert=4,tensor=2,expert_tensor_parallel=off", 4.0),  # a ragged exchange is over one axis
         ({"capacity_factor": 1.5}, "expert=8", 1.0),
         ({}, "expert=8,expert_dispatch=ragged", 1.0),
     ],

@@ -1,5 +1,8 @@
 """Ragged experts: their bookkeeping in NumPy, and that they are the experts with a slot for every token."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwise.core.errors import LayoutError
 from meshwise.runtime import ragged, refusals
+from meshwise.runtime.kernels import gpu_grouped
 from meshwise.sharding.layout import Layout
 from tests.runtime import emulated
 from tests.runtime.steps import alone, dense, loss_and_gradients, make, worst
@@ -85,6 +89,22 @@ LAYOUTS = {
 @pytest.mark.usefixtures("emulated_exchange")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "alone" else pytest.mark.slow) for n in LAYOUTS])
 def test_ragged_experts_give_the_gradients_of_experts_with_slots(name):
+    proved(name)
+
+
+@pytest.mark.jax
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated_exchange")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_so_do_those_that_a_gpu_multiplies(name, monkeypatch):
+    """Slow because kernels are interpreted; proves that what is gathered first is multiplied as it lies in memory."""
+    own = {what: partial(getattr(gpu_grouped, what), interpret=True) for what in ("multiply", "multiply_rows")}
+    monkeypatch.setattr(ragged, "_kernel", lambda platform: SimpleNamespace(**own))  # noqa: ARG005
+    proved(name)
+
+
+def proved(name):
+    """Losses and gradients are those of one device whose experts have a slot for every token."""
     text, choices = LAYOUTS[name]
     layout = Layout(**choices, expert_dispatch="ragged")
     expected_loss, expected = alone(dense(text), layout.sequences)

@@ -80,7 +80,7 @@ def test_json_has_every_field_by_name() -> None:
     assert layout.to_json() == {
         "data": 2, "fsdp": 4, "expert": 1, "context": 1, "ulysses": 1, "tensor": 2, "stage": 1,
         "zero": 1, "fully_sharded": True, "sequence_parallel": True, "expert_tensor_parallel": True,
-        "context_method": "gather", "collective_matmul": "compiler", "expert_dispatch": "slots",
+        "context_method": "gather", "collective_matmul": "compiler", "expert_dispatch": "auto",
         "schedule": "1f1b", "virtual_stages": 1,
         "remat": "none", "remat_layers": None, "offload": [], "offload_layers": None,
         "micro_batch": 1, "num_microbatches": 1,

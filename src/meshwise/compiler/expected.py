@@ -184,13 +184,16 @@ class Expected:
     slots: Mapping[Operation, float] = field(default_factory=dict)
 
 
-def slots_over_routed(problem: TrainingProblem, layout: Layout) -> float:
+def slots_over_routed(problem: TrainingProblem, layout: Layout, *, nvidia: bool | None = None) -> float:
     """Slots of experts in the program over those that tokens are routed to.
 
     Where no token may be dropped, each expert has a slot for every token of a device, and a token chooses `top_k`.
+    `nvidia` says whether it runs on such GPUs, where it does not run on the chips that it is planned for.
     """
-    mixtures = problem.model.mixtures
-    if not mixtures or problem.job.capacity_factor is not None or layout.expert_dispatch != "slots":
+    mixtures, dropless = problem.model.mixtures, problem.job.capacity_factor is None
+    if nvidia is None:
+        nvidia = problem.cluster.chip.vendor == "nvidia"
+    if not mixtures or not dropless or layout.dispatch(dropless=dropless, nvidia=nvidia) != "slots":
         return 1.0
     return min(m.experts / m.top_k for m in mixtures)
 

@@ -31,6 +31,7 @@ REASONS = {
     "collective matmul": "pieces go round both ways of a ring beside the matmul: more bytes than one collective needs",
     "ring": "keys, values and their gradients go round by sends: the bytes of the gathers and scatters in the plan",
     "masked pairs": "attention multiplies whole blocks, masked pairs among them; causal ones were expected",
+    "part blocks": "kernels multiply rows of each expert in whole blocks, of which the last is full in part",
     "scores twice": "a kernel for the gradients of queries and one for those of keys compute the same scores",
     "not again": "a product whose result nothing reads is not computed again",
     "slots": "experts have a slot for every token, so that none is dropped; routed ones were expected",

@@ -94,30 +94,112 @@ def by_group(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     return order, group[order]
 
 
-def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, sizes: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class Groups:
+    """Rows by group, and how they are multiplied.
+
+    Args:
+        sizes: rows of each group; what is beyond them is empty.
+        mean: rows of all groups that are expected.
+        platform: as JAX names that of the devices.
+        major: axis of the matrices [groups, D, F] that is outermost in memory.
+    """
+
+    sizes: jax.Array
+    mean: int
+    platform: str = "cpu"
+    major: int = 0
+
+    def multiply(self, rows: jax.Array, matrices: jax.Array, *, transposed: bool = False) -> jax.Array:
+        """Multiply rows [n, D] by the matrix of their group, of [groups, D, F], or [groups, F, D] where transposed."""
+        if (kernel := _kernel(self.platform)) is not None:
+            made: jax.Array = kernel.multiply(rows, matrices, self._own, transposed=transposed, major=self.major)
+            return made
+        return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, self.sizes)
+
+    def multiply_rows(self, rows: jax.Array, others: jax.Array, dtype: Any) -> jax.Array:
+        """Multiply rows [n, D] and [n, F] of each group with one another: [groups, D, F] in a format."""
+        if (kernel := _kernel(self.platform)) is not None:
+            made: jax.Array = kernel.multiply_rows(rows, others, self._own, dtype=dtype, major=self.major)
+            return made
+        return jax.lax.ragged_dot_general(rows, others, self.sizes, _SUMMED, preferred_element_type=dtype)
+
+    @property
+    def _own(self) -> tuple[jax.Array, int]:
+        return self.sizes, self.mean
+
+
+def _kernel(platform: str) -> Any:
+    """The module of a platform's kernel; None where XLA multiplies no row by the matrix of another group."""
+    if platform not in ("gpu", "cuda"):
+        return None
+    from meshwise.runtime.kernels import gpu_grouped  # noqa: PLC0415  (loads Pallas)
+
+    return gpu_grouped
+
+
+def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, groups: Groups) -> jax.Array:
     """Multiply each group's rows with its matrix.
 
     Args:
         rows: [n, D], sorted by group, empty ones last.
         matrices: [groups, D, F]; gradients of watched ones are made in the wider format.
-        sizes: rows of each group.
+        groups: of the rows.
 
     Returns: [n, F], empty rows zero.
     """
-    if not isinstance(matrices, Watched):
-        return jax.lax.ragged_dot(rows, matrices, sizes)
 
     def forward(given: tuple[jax.Array, jax.Array], matrices: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         rows, sizes = given
-        return jax.lax.ragged_dot(rows, matrices, sizes), (rows, matrices, sizes)
+        return replace(groups, sizes=sizes).multiply(rows, matrices), (rows, matrices, sizes)
 
     def backward(kept: tuple[jax.Array, ...], gradient: jax.Array, dtype: Any) -> tuple[Any, jax.Array]:
         rows, matrices, sizes = kept
-        d_rows = jax.lax.ragged_dot(gradient, jnp.swapaxes(matrices, 1, 2), sizes)
-        d_matrices = jax.lax.ragged_dot_general(rows, gradient, sizes, _SUMMED, preferred_element_type=dtype)
-        return (d_rows.astype(rows.dtype), None), d_matrices
+        here = replace(groups, sizes=sizes)
+        d_rows = here.multiply(gradient, matrices, transposed=True)
+        return (d_rows.astype(rows.dtype), None), here.multiply_rows(rows, gradient, dtype)
 
-    return with_gradient(forward, backward, (rows, sizes), matrices)
+    return with_gradient(forward, backward, (rows, groups.sizes), matrices)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows in another order, there and back; gradients of what is read in an order are read the other way.
+
+    Args:
+        there: number of the row that comes to each place, each once.
+        back: number of the place that each row comes to.
+    """
+
+    there: jax.Array
+    back: jax.Array
+
+    @classmethod
+    def of(cls, there: jax.Array) -> Order:
+        """The order, and its inverse."""
+        return cls(there, jnp.argsort(there))
+
+    @property
+    def reverse(self) -> Order:
+        """The way back."""
+        return Order(self.back, self.there)
+
+    def move(self, rows: jax.Array, copies: int = 1) -> jax.Array:
+        """Bring rows [n, ...] to their places [n x copies, ...], each row to that many."""
+
+        def forward(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            rows, there, back = given
+            return rows[there // copies if copies > 1 else there], back
+
+        def backward(back: jax.Array, gradient: jax.Array) -> tuple[Any]:
+            own = gradient[back]
+            if copies > 1:
+                own = own.reshape(-1, copies, *own.shape[1:])
+                own = jnp.sum(own.astype(jnp.float32), axis=1).astype(gradient.dtype)
+            return ((own, None, None),)
+
+        moved: jax.Array = with_gradient(forward, backward, (rows, self.there, self.back))
+        return moved
 
 
 #: Of the rows of both, one matrix for each group of them.
@@ -130,18 +212,18 @@ class _Ways:
 
     Args:
         picked: how many tokens, and experts of each.
-        order: of pairs (token x top_k + choice), by expert.
+        order: of pairs (token x top_k + choice) by expert.
         exchange: of rows, None where all experts are here.
-        sizes: rows of each expert here.
-        arrived: order of the rows that came, by expert.
+        groups: rows of each expert here.
+        arrived: order of the rows that came by expert, None where they came in it.
         expert: of each row in that order, past the last where it is empty.
     """
 
     picked: tuple[int, ...]
-    order: jax.Array
+    order: Order
     exchange: RaggedExchange | None
-    sizes: jax.Array
-    arrived: jax.Array
+    groups: Groups
+    arrived: Order | None
     expert: jax.Array
 
 
@@ -167,35 +249,42 @@ class RaggedExperts(Experts):
         stretches = came[None]
         for axis in self._gathered:
             stretches = jax.lax.all_gather(stretches, axis, axis=0, tiled=True)
-        arrived, expert = by_group(stretches, room)
-        order = jnp.argsort(chosen, stable=True)
-        return _Ways(picked.shape, order, exchange, jnp.sum(stretches, axis=(0, 1)), arrived, expert)
+        order, arrived = Order.of(jnp.argsort(chosen, stable=True)), None
+        expert = chosen[order.there]
+        if exchange is not None or self._gathered:
+            there, expert = by_group(stretches, room)
+            arrived = Order.of(there)
+        mean = picked.size * self.placement.ways(self._gathered) // self.placement.ways(self._copied)
+        groups = Groups(jnp.sum(stretches, axis=(0, 1)), mean, self.placement.platform)
+        return _Ways(picked.shape, order, exchange, groups, arrived, expert)
 
     def _leave(self, op: Route, given: jax.Array, ways: _Ways) -> jax.Array:
         """Bring values of tokens [tokens, 1 or top_k, ...] to their experts: a row a pair, by expert."""
         pairs = given.reshape(-1, *given.shape[2:])
-        rows = pairs[ways.order if given.shape[1] > 1 else ways.order // ways.picked[1]]
+        rows = ways.order.move(pairs, copies=ways.picked[1] // given.shape[1])
         with jax.named_scope(op.name):
             if ways.exchange is not None:
                 rows = ways.exchange.leave(rows)
             for axis in self._gathered:
                 rows = jax.lax.all_gather(rows, axis, axis=0, tiled=True)
-            return checkpoint_name(rows[ways.arrived][None], op.output.name)
+            rows = rows if ways.arrived is None else ways.arrived.move(rows)
+            return checkpoint_name(rows[None], op.output.name)
 
     def _return(self, made: jax.Array, ways: _Ways) -> jax.Array:
         """Bring what the experts made back to where the tokens are: [tokens, top_k, D]."""
         with jax.named_scope(self.combine.name):
-            rows = jnp.zeros_like(made[0]).at[ways.arrived].set(made[0])
+            rows = made[0] if ways.arrived is None else ways.arrived.reverse.move(made[0])
             for axis in reversed(self._gathered):
                 rows = jax.lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
-            rows = rows if ways.exchange is None else ways.exchange.come_back(rows, ways.order.shape[0])
-        return jnp.zeros_like(rows).at[ways.order].set(rows).reshape(*ways.picked, -1)
+            rows = rows if ways.exchange is None else ways.exchange.come_back(rows, len(ways.order.there))
+        return ways.order.reverse.move(rows).reshape(*ways.picked, -1)
 
     def _run(self, op: Op, inputs: Sequence[jax.Array], ways: _Ways) -> jax.Array:
         if isinstance(op, Einsum):
             expert, summed, _ = op.inputs[1].axes
             assert expert in op.output.axes and summed in op.contracted, f"{op.name} multiplies by [E, in, out]"  # noqa: PT018
-            return grouped_product(inputs[0][0], inputs[1], ways.sizes)[None]
+            groups = replace(ways.groups, major=self._gathered_axis(op))
+            return grouped_product(inputs[0][0], inputs[1], groups)[None]
         rows = list(inputs)
         for place, t in enumerate(op.inputs):
             if t.kind is Kind.WEIGHT:  # of each expert: of each row, by its expert
@@ -203,3 +292,9 @@ class RaggedExperts(Experts):
                 rows[place] = jnp.concatenate([of_each, jnp.zeros_like(of_each[:1])])[ways.expert][None]
         tensors = tuple(replace(t, axes=op.output.axes) if t.kind is Kind.WEIGHT else t for t in op.inputs)
         return self._compute(replace(op, inputs=tensors), rows)
+
+    def _gathered_axis(self, op: Einsum) -> int:
+        """Which axis of a product's weight was gathered: outermost in memory then, as devices sent it."""
+        weight = op.inputs[1]
+        stored, read = self.placement.strategy.stored(weight.axes, "weights"), self.placement.at(op, weight)
+        return next((n for n, (a, b) in enumerate(zip(stored.splits, read.splits, strict=True)) if a != b), 0)

@@ -162,8 +162,7 @@ def check_dispatch(layout: Layout, job: TrainingJob, platforms: Collection[str])
             f"layout: expert_dispatch=ragged drops no tokens, and capacity_factor={job.capacity_factor:g} does; leave "
             "one of them out"
         )
-    split = [f"expert={layout.expert}"] if layout.expert > 1 else []
-    split += [f"tensor={layout.tensor}"] if layout.tensor > 1 and not layout.expert_tensor_parallel else []
+    split = [f"{axis}={layout.sizes[axis]}" for axis in layout.expert_axes]
     if len(split) > 1:
         raise LayoutError(
             "layout: expert_dispatch=ragged sends along one mesh axis, and experts are split over "

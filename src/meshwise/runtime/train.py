@@ -255,7 +255,9 @@ def train_step(
         sizes=program.sizes,
         capacity=job.capacity_factor,
         collective_matmul=layout.collective_matmul,
-        expert_dispatch=layout.expert_dispatch,
+        expert_dispatch=layout.dispatch(
+            dropless=job.capacity_factor is None, nvidia=placement.platform in ("gpu", "cuda")
+        ),
     )
     in_rounds = layout.stage > 1 and layout.schedule == "gpipe"
     stack = Stack(program, around, segments, placement, remat_policy(layout.remat), rounds=in_rounds)

@@ -273,7 +273,7 @@ class Choices:
     offload_layers: int | None = None
     sequence_parallel: bool = True
     collective_matmul: str = "compiler"
-    expert_dispatch: str = "slots"
+    expert_dispatch: str = "auto"
 
     @property
     def usual(self) -> Choices:
@@ -356,7 +356,7 @@ class ComputeVariant:
 def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]:
     """Every compute variant that the choices of a search allow for `model`."""
     mixture = bool(model.mixtures)
-    asked = asked if mixture else replace(asked, expert_tensor_parallel=(True,), expert_dispatch="slots")
+    asked = asked if mixture else replace(asked, expert_tensor_parallel=(True,), expert_dispatch="auto")
     found = []
     ways = asked.expert_tensor_parallel
     # Those that differ in remat alone follow one another: they share the prices of their operations.

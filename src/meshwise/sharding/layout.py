@@ -26,8 +26,9 @@ CONTEXT_METHODS = ("gather", "ring")
 #: does; or the program, which sends pieces round the axis one way, or both ways at once.
 COLLECTIVE_MATMULS = ("compiler", "unidirectional", "bidirectional")
 
-#: How tokens are given to experts: in slots, as many for each expert; or as they are, sorted, however many.
-EXPERT_DISPATCHES = ("slots", "ragged")
+#: How tokens are given to experts: in slots, as many for each expert; as they are, sorted, however many; or the better
+#: of both where the program runs (`Layout.dispatch`).
+EXPERT_DISPATCHES = ("auto", "slots", "ragged")
 
 #: Orders in which pipeline stages work through microbatches; `costs.schedules` prices them.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
@@ -112,7 +113,7 @@ class Layout(MeshLayout):
     expert_tensor_parallel: bool = True
     context_method: str = "gather"
     collective_matmul: str = "compiler"
-    expert_dispatch: str = "slots"
+    expert_dispatch: str = "auto"
     schedule: str = "1f1b"
     virtual_stages: int = 1
     remat: str = "full"
@@ -173,6 +174,23 @@ class Layout(MeshLayout):
     def num_chips(self) -> int:
         """Chips that the layout uses."""
         return math.prod(self.sizes.values())
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which whole experts are spread."""
+        spread = {"expert": self.expert > 1, "tensor": self.tensor > 1 and not self.expert_tensor_parallel}
+        return tuple(axis for axis, here in spread.items() if here)
+
+    def dispatch(self, *, dropless: bool, nvidia: bool) -> str:
+        """How a program gives tokens to experts: "slots" or "ragged".
+
+        Args:
+            dropless: whether no token may be dropped.
+            nvidia: whether it runs on GPUs that have the kernels of ragged products.
+        """
+        if self.expert_dispatch != "auto":
+            return self.expert_dispatch
+        return "ragged" if dropless and nvidia and len(self.expert_axes) <= 1 else "slots"
 
     @property
     def sequences(self) -> int:

@@ -1,0 +1,235 @@
+"""Products of groups of rows with a matrix each, for NVIDIA GPUs, in Pallas: no row meets the matrix of another group.
+
+XLA multiplies all rows by all matrices there. A program of a kernel holds a block of rows of one group, which begins
+where the group does, so that of each group at most one block is not full. Source: Gale et al. 2022, MegaBlocks. Not
+here: which rows are of which group (`meshwise.runtime.ragged`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as triton_module
+
+_triton: Any = triton_module
+
+#: Columns of operands, and rows of each group, that a program reads at a time.
+_DEPTH = 64
+
+
+def multiply(
+    rows: jax.Array,
+    matrices: jax.Array,
+    groups: tuple[jax.Array, int],
+    *,
+    transposed: bool = False,
+    major: int = 0,
+    interpret: bool = False,
+) -> jax.Array:
+    """Multiply each group's rows with its matrix.
+
+    Args:
+        rows: [n, D], by group, and then those of none.
+        matrices: [groups, D, F], or [groups, F, D] where transposed.
+        groups: rows of each, and of all of them as many as are expected: what is said to be multiplied.
+        major: which axis of the matrices is outermost in memory, so that they are read as they were gathered.
+        interpret: run without a GPU.
+
+    Returns: [n, F], zeros for rows of no group.
+    """
+    sizes, mean = groups
+    count, depth, width = len(sizes), rows.shape[1], matrices.shape[1 if transposed else 2]
+    block, columns = _block(mean, count), _columns(width)
+    numbers = _blocks_of_groups(sizes, rows.shape[0], block)
+    matrices = jnp.moveaxis(matrices, major, 0)
+    kernel = partial(_multiply, size=(block, depth, width), columns=columns, groups=count, middle=major > 0)
+    shape = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
+    with _counted(mean, (count, block), (depth, _DEPTH), (width, columns)):
+        return pl.pallas_call(
+            partial(kernel, transposed=transposed != (major == 2)),
+            grid=(pl.cdiv(width, columns), len(numbers)),
+            in_specs=(pl.BlockSpec((None, 4), lambda _, i: (i, 0)), _whole(rows), _whole(matrices)),
+            out_specs=_whole(shape),
+            out_shape=shape,
+            compiler_params=_triton.CompilerParams(num_warps=8 if block > 64 else 4, num_stages=3),
+            interpret=interpret,
+            name="multiply_groups",
+        )(numbers, rows, matrices)
+
+
+def multiply_rows(
+    rows: jax.Array,
+    others: jax.Array,
+    groups: tuple[jax.Array, int],
+    *,
+    dtype: Any,
+    major: int = 0,
+    interpret: bool = False,
+) -> jax.Array:
+    """Multiply the rows of each group with one another: gradients of its matrix.
+
+    Args:
+        rows, others: [n, D] and [n, F].
+        groups, major, interpret: as of `multiply`.
+        dtype: of the result.
+
+    Returns: [groups, D, F], zeros where a group has no rows.
+    """
+    if major == 2:
+        return jnp.swapaxes(multiply_rows(others, rows, groups, dtype=dtype, major=1, interpret=interpret), 1, 2)
+    sizes, mean = groups
+    count, depth, width = len(sizes), rows.shape[1], others.shape[1]
+    size = _columns(depth), _columns(width)
+    shape = jax.ShapeDtypeStruct((depth, count, width) if major else (count, depth, width), dtype)
+    ends = jnp.cumsum(sizes)
+    numbers = jnp.stack([ends - sizes, ends], axis=1).astype(jnp.int32)
+    with _counted(mean, (count, _DEPTH), (depth, size[0]), (width, size[1])):
+        made = pl.pallas_call(
+            partial(_multiply_rows, ends=(depth, width), size=size, middle=major > 0),
+            grid=(pl.cdiv(width, size[1]), pl.cdiv(depth, size[0]), count),
+            in_specs=(pl.BlockSpec((None, 2), lambda _j, _i, g: (g, 0)), _whole(rows), _whole(others)),
+            out_specs=_whole(shape),
+            out_shape=shape,
+            compiler_params=_triton.CompilerParams(num_warps=8, num_stages=3),
+            interpret=interpret,
+            name="multiply_rows_of_groups",
+        )(numbers, rows, others)
+    return jnp.moveaxis(made, 0, major)
+
+
+def _block(mean: int, groups: int) -> int:
+    """Rows of a block: as many as matrix units take where a group has them, more where it has eight times as many."""
+    each = max(mean // groups, 1)
+    return 128 if each >= 1024 else min(max(1 << (each.bit_length() - 1), 16), 64)
+
+
+def _columns(width: int) -> int:
+    """Columns that a program makes: fewer where many of the last ones would be none."""
+    return 128 if pl.cdiv(width, 128) * 128 <= 1.1 * width else 64
+
+
+def _blocks_of_groups(sizes: jax.Array, count: int, block: int) -> jax.Array:
+    """First row, last and group of each block, as many as there could be: [blocks, 4]; the last group is of no rows."""
+    sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)
+    blocks = -(-sizes // block)
+    until, last = jnp.cumsum(blocks), jnp.cumsum(sizes)
+    number = jnp.arange(count // block + len(sizes), dtype=jnp.int32)
+    group = jnp.sum(until[None, :] <= number[:, None], axis=1)  # after all of them: of blocks that are not there
+    here = jnp.minimum(group, len(sizes) - 1)
+    first = last[here] - sizes[here] + (number - until[here] + blocks[here]) * block
+    return jnp.stack([jnp.where(group == here, first, count), last[here], here, here], axis=1).astype(jnp.int32)
+
+
+def _whole(x: Any) -> Any:
+    """An array as it is in memory, of which a program picks its part."""
+    zeros = (0,) * len(x.shape)
+    return pl.BlockSpec(x.shape, lambda *_: zeros)
+
+
+def _counted(mean: int, groups: tuple[int, int], *sides: tuple[int, int]) -> Any:
+    """A scope that says what a kernel multiplies: as many rows as expected, of each group's last block half.
+
+    Args:
+        mean: rows of all groups.
+        groups: how many, and rows of a block.
+        sides: of the matrices, each with the step in which it is gone over.
+    """
+    rows = mean + groups[0] * (groups[1] - 1) // 2
+    return jax.named_scope(f"kernel.flops.{2 * rows * math.prod(pl.cdiv(side, step) * step for side, step in sides)}")
+
+
+def _part(
+    place: tuple[Any, Any], shape: tuple[int, int], group: Any = None, *, middle: bool = False
+) -> tuple[Any, ...]:
+    """Index of a part of a matrix, which may be that of a group, whose axis may stand in the middle."""
+    first, second = (pl.ds(start, size) for start, size in zip(place, shape, strict=True))
+    if group is None:
+        return first, second
+    return (first, group, second) if middle else (group, first, second)
+
+
+def _within(place: tuple[Any, Any], shape: tuple[int, int], ends: tuple[Any, Any]) -> jax.Array | None:
+    """Which elements of a part are within its ends; an end that is None is not reached."""
+    masks = [
+        jnp.expand_dims(start + jnp.arange(size) < end, 1 - axis)
+        for axis, (start, size, end) in enumerate(zip(place, shape, ends, strict=True))
+        if end is not None
+    ]
+    if not masks:
+        return None
+    return jnp.broadcast_to(masks[0] if len(masks) == 1 else masks[0] & masks[1], shape)
+
+
+def _read(ref: Any, part: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
+    """Part of an array, zeros where it is not."""
+    return ref[part] if mask is None else _triton.load(ref.at[part], mask=mask, other=0.0)
+
+
+def _end(size: int, step: int) -> int | None:
+    """Where steps end that may go beyond, None where they do not."""
+    return size if size % step else None
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
+
+
+def _multiply(
+    numbers: Any,
+    x_ref: Any,
+    w_ref: Any,
+    out: Any,
+    *,
+    size: tuple[int, int, int],
+    columns: int,
+    groups: int,
+    transposed: bool,
+    middle: bool,
+) -> None:
+    block, depth, width = size
+    first, last, group = numbers[0], numbers[1], numbers[2]
+    column, own = pl.program_id(0) * columns, jnp.minimum(group, groups - 1)
+    of_depth, of_width = _end(depth, _DEPTH), _end(width, columns)
+
+    def weights(place: tuple[Any, Any], shape: tuple[int, int], ends: tuple[Any, Any]) -> jax.Array:
+        return _read(w_ref, _part(place, shape, own, middle=middle), _within(place, shape, ends))
+
+    def more(number: Any, total: jax.Array) -> jax.Array:
+        here = number * _DEPTH
+        own_rows = (first, here), (block, _DEPTH)
+        x = _read(x_ref, _part(*own_rows), _within(*own_rows, (last, of_depth)))
+        if transposed:
+            return total + _dot(x, weights((column, here), (columns, _DEPTH), (of_width, of_depth)).T)
+        return total + _dot(x, weights((here, column), (_DEPTH, columns), (of_depth, of_width)))
+
+    some = (group < groups) & (first < last)
+    steps = jnp.where(some, jnp.int32(pl.cdiv(depth, _DEPTH)), jnp.int32(0))
+    total = jax.lax.fori_loop(0, steps, more, jnp.zeros((block, columns), jnp.float32))
+    there = (first, column), (block, columns)
+    _triton.store(out.at[_part(*there)], total.astype(out.dtype), mask=_within(*there, (last, of_width)))
+
+
+def _multiply_rows(
+    numbers: Any, x_ref: Any, y_ref: Any, out: Any, *, ends: tuple[int, int], size: tuple[int, int], middle: bool
+) -> None:
+    first, last = numbers[0], numbers[1]
+    places = (pl.program_id(1) * size[0], pl.program_id(0) * size[1])
+    reached = (_end(ends[0], size[0]), _end(ends[1], size[1]))
+
+    def more(number: Any, total: jax.Array) -> jax.Array:
+        here = first + number * _DEPTH
+        x, y = (
+            _read(ref, _part((here, place), (_DEPTH, step)), _within((here, place), (_DEPTH, step), (last, end)))
+            for ref, place, step, end in zip((x_ref, y_ref), places, size, reached, strict=True)
+        )
+        return total + _dot(x.T, y)
+
+    steps = jax.lax.div(last - first + (_DEPTH - 1), jnp.int32(_DEPTH))
+    total = jax.lax.fori_loop(0, steps, more, jnp.zeros(size, jnp.float32))
+    part = out.at[_part(places, size, pl.program_id(2), middle=middle)]
+    _triton.store(part, total.astype(out.dtype), mask=_within(places, size, reached))
