@@ -35,8 +35,8 @@ def precision_of(run: TrainingRun) -> tuple[str, tuple[str, ...]]:
     """
     precision, notes = _formats(run)
     software = run.software.lower()
-    if "deepspeed" in software and precision == "fp16":
-        return "fp16,gradients=fp16", notes
+    if precision == "fp16" and ("deepspeed" in software or "megatron" in software):
+        return ("fp16,gradients=fp16" if "deepspeed" in software else "fp16,reductions=fp16"), notes
     if "nemo" in software and (run.year or 0) >= 2025 and "," not in precision and precision != "fp32":
         return f"{precision},gradients=bf16", (*notes, "gradients in bf16, as the recipes of these releases")
     return precision, notes
