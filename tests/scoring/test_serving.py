@@ -193,7 +193,7 @@ def test_formats(cells, precision):
         ({"chip": "h1000"}, "h1000"),
         ({"notes": "MTP with 3 draft tokens"}, "tokens were drafted and checked (mtp)"),
         ({"engine": "sglang (EAGLE-3)"}, "tokens were drafted and checked (eagle"),
-        ({"serving_mode": "disaggregated"}, "serving_mode 'disaggregated' is not understood; expected static batch"),
+        ({"serving_mode": "disaggregated"}, "serving_mode 'disaggregated': prefill and decode on engines of their own"),
         ({"serving_mode": "static batch, chunked"}, "is not understood ('chunked'); expected static batch"),
         ({"serving_mode": "static batch, continuous batching"}, "says two things at once"),
         ({"serving_mode": "static batch, weight-gathered", "tp": "1"}, "expected tp above 1 and ep 1, found tp 1"),

@@ -43,7 +43,7 @@ def test_layouts_of_published_runs(name, sizes, choices):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("T-korthikanti-0001", "fp16"),
+        ("T-korthikanti-0001", "fp16,reductions=fp16"),
         ("T-bloomprequel-0232", "fp16,gradients=fp16"),
         ("T-llmfoundry-0157", "bf16,master=fp32"),
         ("T-llmfoundry-0001", "mixed"),

@@ -6,6 +6,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.hardware.cluster_file import TEMPLATE
 from meshwise.scoring import Refusal, TrainingRun, predict_training, read_rows, score_training
 from meshwise.scoring.formats import precision_of
+from meshwise.scoring.rows import parse_mode
 from meshwise.scoring.scenario import model_of
 from meshwise.scoring.training import build_scenario
 
@@ -201,3 +202,71 @@ def test_words_for_power_and_memory_change_the_chip():
     assert weak.scenario.problem.cluster.chip.power == 500
     assert weak.expected > 1.2 * plain.expected
     assert "500 W" in " ".join(weak.scenario.assumed)
+
+
+@pytest.mark.parametrize(
+    ("cells", "precision"),
+    [
+        ({"dtype": "fp8 (delayed scaling)", "software": "NeMo 25.04", "year": 2025}, "fp8,gradients=bf16"),
+        ({"dtype": "fp8 rowwise", "software": "torchtitan"}, "fp8-current"),
+        ({"dtype": "FP8 block-wise", "software": "Megatron-LM"}, "fp8-block"),
+        ({"dtype": "fp8", "notes": "fp8_recipe=mxfp8", "chip": "b200-sxm"}, "mxfp8"),
+        ({"dtype": "bfloat16", "software": "MaxText", "chip": "v6e"}, "bf16,master=fp32"),
+        ({"dtype": "fp16", "software": "Megatron-LM 2022"}, "fp16,reductions=fp16"),
+        ({"dtype": "bf16", "software": "Megatron-Core", "notes": "grad_reduce_in_bf16"}, "mixed,gradients=bf16"),
+        ({"dtype": "bf16", "software": "NeMo", "year": 2025, "notes": "grad_reduce_in_fp32=true"}, "mixed"),
+    ],
+)
+def test_recipes_of_formats(cells, precision):
+    assert precision_of(run(**cells))[0] == precision
+
+
+@pytest.mark.parametrize(
+    ("cells", "field", "value"),
+    [
+        ({"overlap": "tensor off"}, "collective_matmul", False),
+        ({"notes": "tp_comm_overlap=False"}, "collective_matmul", False),
+        ({"software": "torchtitan + compile, async TP"}, "collective_matmul", True),
+        ({"software": "torchtitan + compile, no async TP"}, "collective_matmul", False),
+        ({"overlap": "gradients late; pipeline on"}, "late_once", ("whole", "pipelines")),
+        ({"overlap": "gradients late; pipeline on"}, "late_sends", 0),
+        ({"notes": "overlap_grad_reduce: false"}, "late_once", ("whole", "pipelines")),
+        ({"software": "Megatron-LM 2022", "year": 2022, "notes": "overlap_grad_reduce"}, "late_exchange", False),
+        ({"notes": "overlap_param_gather=0"}, "late_once", ("weights",)),
+        ({"notes": "overlap_p2p_comm=False"}, "late_sends", 1),
+        ({"notes": "overlap_moe_expert_parallel_comm=true"}, "beside_exchanges", True),
+        ({"dispatcher": "alltoall"}, "distinct_dispatch", False),
+        ({"notes": "moe_token_dispatcher_type=alltoall"}, "distinct_dispatch", False),
+        ({"notes": "flex dispatcher, DeepEP"}, "distinct_dispatch", True),
+    ],
+)
+def test_traffic_that_a_row_says_is_hidden_or_not(cells, field, value):
+    cells = {"software": "NeMo 24.07"} | cells
+    assert getattr(build_scenario(run(**cells)).problem.calibration, field) == value
+    as_asked = build_scenario(run(**cells), "fitted+megatron").problem.calibration
+    assert as_asked == build_scenario(run(software="NeMo 24.07"), "fitted+megatron").problem.calibration
+
+
+@pytest.mark.parametrize("cells", [{"overlap": "tensor maybe"}, {"overlap": "everything on"}, {"dispatcher": "pigeon"}])
+def test_words_of_traffic_without_a_meaning_are_refused(cells):
+    with pytest.raises(MeshwiseError, match="is not understood; expected"):
+        build_scenario(run(**cells))
+
+
+@pytest.mark.parametrize(
+    ("words", "static"),
+    [
+        ("burst of 1000 prompts", False),
+        ("1000 requests at once, after 10 warm-up requests", False),
+        ("closed loop, 64 clients", False),
+        ("Poisson arrivals at 4 req/s", False),
+        ("request-rate=inf", False),
+        ("continuous batching with chunked prefill", False),
+        ("in-flight batching, max concurrency 64", False),
+        ("offline throughput", None),
+        ("online serving, prefix caching off", None),
+        ("single request, 2 warmup iterations", True),
+    ],
+)
+def test_protocols_of_benchmarks(words, static):
+    assert parse_mode(words) == (static, None)

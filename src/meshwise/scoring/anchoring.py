@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.fitted import anchored
+from meshwise.costs.fitted import anchored, find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.spread import SPREADS
 from meshwise.scoring.prediction import Refusal
@@ -87,7 +87,8 @@ def anchor(problem: TrainingProblem, runs: Sequence[TrainingRun | UnreadRow], wh
     if len({p.calibration.name for p in used}) > 1:
         names = ", ".join(sorted({p.calibration.name for p in used}))
         raise MeshwiseError(f"--anchor {where}: rows are of several generations of software ({names}); use one")
-    base = used[0].calibration  # with "fitted", of the software that the rows name
+    # With "fitted", of the software that the rows name; what else they say of traffic is theirs.
+    base = find_calibration(used[0].calibration.name, problem.cluster.chip)
     target = shared_factor([p.measured / p.expected for p in used])
     factor = target
     for _ in range(_ROUNDS):  # what is at a limit does not follow

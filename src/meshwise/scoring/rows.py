@@ -113,6 +113,8 @@ class TrainingRun(Row):
     cp: int | None = None
     fsdp_or_zero_stage: str = ""
     recompute: str = ""
+    overlap: str = ""
+    dispatcher: str = ""
     micro_batch: int | None = None
     global_batch_seqs: int
     seq_len: int
@@ -183,17 +185,24 @@ def first_match(table: Iterable[tuple[str, T]], words: str) -> T | None:
 #: How weights are shared between the chips of an engine, where a row says it.
 Sharing = Literal["both ways", "gathered"]
 
-#: Patterns of a phrase -> whether all requests start together, how weights are shared; None where it does not say.
+#: Patterns -> whether all requests start together, how weights are shared; None where they do not say.
 _PHRASES: tuple[tuple[str, tuple[bool | None, Sharing | None]], ...] = (
-    (r"(?:offline )?(?:static batch(?:ing)?|single[ -]stream)", (True, None)),
-    (r"(?:aggregated )?continuous(?: batching)?", (False, None)),
-    (r"(?:fixed|constant) concurrency|aggregated|offline|online", (None, None)),
+    (r"static(?: batch(?:es|ing)?)?|single[ -](?:stream|request)|fixed batch|batch inference", (True, None)),
+    (r"(?:continuous|in-?flight|dynamic)(?: batch(?:es|ing)?)?", (False, None)),
     # How requests came, where `batch` or `concurrency` says how many were under way.
-    (r"(?:closed|open)[ -]loop|poisson(?: arrivals)?|bursts?(?: of requests)?", (False, None)),
-    (r"(?:request|arrival) rate(?: (?:of )?[\d.]+(?: ?(?:req(?:uest)?s?/s|qps|rps))?)?", (False, None)),
-    (r"(?:after |with |without |no )?warm[- ]?up|chunked prefills?|(?:no|without) prefix cach(?:e|ing)", (None, None)),
+    (r"(?:closed|open)[ -]loop|poisson|gamma|bursts?|requests at once|(?:trace )?replay(?:ed)?", (False, None)),
+    (r"(?:request|arrival|constant)[ -_]?rate|arrivals", (False, None)),
+    (r"(?:fixed |constant |max(?:imum)? )?concurren(?:cy|t)|aggregated|(?:off|on)line|serving", (None, None)),
+    (r"(?:after |with |without |no )?warm[- ]?up|steady state|throughput|latency|chunked[ -]prefills?", (None, None)),
+    (r"(?:no|without) prefix cach(?:e|ing)|prefix cach(?:e|ing) (?:off|disabled)", (None, None)),
     (r"2d(?: weight[ -]stationary| partitioning)?", (None, "both ways")),
     (r"weight[ -]gathered", (None, "gathered")),
+)
+
+#: Numbers, units and small words between phrases.
+_FILLERS = (
+    r"requests?|prompts?|clients?|users?|iterations?|steps?|tokens?|reqs?|qps|rps|s|of|at|with|and|a|per|after"
+    r"|all|fixed|max(?:imum)?|batch size|benchmark|inf|\d[\d.]*[km]?"
 )
 
 _MODES = (
@@ -206,27 +215,27 @@ _MODES = (
 def parse_mode(text: str) -> tuple[bool | None, Sharing | None]:
     """Whether all requests start together, and how weights are shared: a cell of `serving_mode`, without its remarks.
 
-    >>> parse_mode("static batch, 2D partitioning"), parse_mode("")
-    ((True, 'both ways'), (None, None))
+    >>> parse_mode("static batch, 2D partitioning"), parse_mode("burst of 1000 prompts"), parse_mode("")
+    ((True, 'both ways'), (False, None), (None, None))
 
     Raises:
         MeshwiseError: an unknown phrase, or two that contradict each other.
     """
-    parts = [" ".join(part.split()) for part in re.sub(r"\(.*?\)", "", text.lower()).split(",")]
-    found = [_phrase(part, text) for part in parts if part]
+    words = re.sub(r"\(.*?\)", " ", text.lower())
+    if re.search(r"\bdisagg", words):
+        raise MeshwiseError(f"serving_mode {text!r}: prefill and decode on engines of their own are not compared")
+    found = [meaning for pattern, meaning in _PHRASES if re.search(rf"\b(?:{pattern})\b", words)]
+    unknown = words
+    for pattern in (*(p for p, _ in _PHRASES), _FILLERS):
+        unknown = re.sub(rf"\b(?:{pattern})\b", " ", unknown)
+    if left := [part for each in unknown.split(",") if (part := " ".join(each.split()).strip("=/+.:; -"))]:
+        where = "" if left[0] == text.strip().lower() else f" ({left[0]!r})"
+        raise MeshwiseError(f"serving_mode {text!r} is not understood{where}; expected {_MODES}")
     static = {s for s, _ in found if s is not None}
     sharing = {s for _, s in found if s is not None}
     if len(static) > 1 or len(sharing) > 1:
         raise MeshwiseError(f"serving_mode {text!r} says two things at once; expected {_MODES}")
     return next(iter(static), None), next(iter(sharing), None)
-
-
-def _phrase(words: str, text: str) -> tuple[bool | None, Sharing | None]:
-    known = first_match(((rf"^(?:{pattern})$", meaning) for pattern, meaning in _PHRASES), words)
-    if known is None:
-        where = "" if words == text.strip().lower() else f" ({words!r})"
-        raise MeshwiseError(f"serving_mode {text!r} is not understood{where}; expected {_MODES}")
-    return known
 
 
 _BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}

@@ -24,6 +24,7 @@ from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.scoring.formats import precision_of
+from meshwise.scoring.overlap import as_run
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
 from meshwise.scoring.recompute import names_origin, read_recompute
 from meshwise.scoring.rows import TrainingRun, measured_bytes, measured_seconds
@@ -87,15 +88,14 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
         )
     except ValidationError as error:
         raise MeshwiseError(refused_value(error)) from None
-    calibration, of_software = calibration_of(
-        run, calibration, chip=cluster.chip, mixture=bool(model.mixtures), unseen=unseen
-    )
+    name, of_software = calibration_of(run, calibration, chip=cluster.chip, mixture=bool(model.mixtures), unseen=unseen)
+    found = find_calibration(name, cluster.chip)
     sizes, choices, of_layout = _layout(run, model, cluster)
     Layout.from_json({**sizes, **choices})  # checks every value
     settled = {*choices, *(("zero",) if sizes["data"] == 1 else ())}
     return TrainingScenario(
         run=run,
-        problem=TrainingProblem(model, job, cluster, find_calibration(calibration, cluster.chip)),
+        problem=TrainingProblem(model, job, cluster, as_run(found, run) if calibration == "fitted" else found),
         layout=LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1)),
         assumed=(*of_model, *of_cluster, *of_precision, *of_software, *of_layout),
         open=tuple(name for name in ("remat", "zero", "micro_batch") if name not in settled),

@@ -1,0 +1,87 @@
+"""What a training row says of traffic: which hides behind compute, and how tokens are sent to experts.
+
+Words of its own (`overlap`, `dispatcher`), and the options of Megatron-LM and PyTorch in `software` and `notes`. Not
+here: what generations of software do where a row does not say (`costs.fitted`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.costs.calibration import Calibration
+from meshwise.scoring.rows import TrainingRun, first_match
+
+#: Traffic -> its name in the column `overlap`, and what options of tools call it.
+_TRAFFIC = {
+    "tensor": (r"tensor\w*", r"async\w*[-_ ](?:tp\b|tensor[-_ ]parallel\w*)|tp[-_ ]comm(?:unication)?[-_ ]overlap"),
+    "pipeline": (r"pipeline\w*|sends?", r"overlap[-_ ]p2p[-_ ]comm(?:unication)?"),
+    "gradients": (r"gradients?|data\w*", r"overlap[-_ ]grad[-_ ]reduce"),
+    "weights": (r"weights?|params?", r"overlap[-_ ]param[-_ ]gather"),
+    "experts": (r"experts?", r"overlap[-_ ]moe[-_ ]expert[-_ ]parallel[-_ ]comm|dualpipe"),
+}
+
+_OFF = r"off|false|0|no|late|exposed|disabled"
+_STATE = rf"(?P<state>on|true|1|yes|hidden|enabled|{_OFF})"
+
+#: A source's words for the dispatcher of a mixture -> whether a token is sent once to each destination.
+_DISPATCHERS = (
+    (r"deep-?ep|hybrid-?ep|\bflex\b", True),
+    (r"all-?to-?all|allgather|all-gather|\ba2a\b", False),
+)
+
+
+def as_run(calibration: Calibration, run: TrainingRun) -> Calibration:
+    """The calibration with the overlap and the dispatcher that the row names.
+
+    Raises:
+        MeshwiseError: words of `overlap` or `dispatcher` without a meaning here.
+    """
+    for traffic, hidden in _said(run):
+        calibration = _with(calibration, traffic, hidden=hidden)
+    once = first_match(_DISPATCHERS, run.dispatcher.lower() or _dispatcher(run))
+    if once is None and run.dispatcher:
+        raise MeshwiseError(f"dispatcher {run.dispatcher!r} is not understood; expected alltoall, deepep or hybridep")
+    return calibration if once is None else replace(calibration, distinct_dispatch=once)
+
+
+def _said(run: TrainingRun) -> Iterable[tuple[str, bool]]:
+    """Traffic of which the row says whether it is hidden."""
+    words = f"{run.software} {run.notes}".lower()
+    for traffic, (_, option) in _TRAFFIC.items():
+        found = re.search(rf"(?P<denied>\b(?:no|not|without)[- ])?(?:{option})(?:[ =:]+{_STATE}\b)?", words)
+        if found:
+            yield traffic, not (found["denied"] or re.fullmatch(_OFF, found["state"] or ""))
+    for part in filter(None, (p.strip() for p in re.split(r"[,;]", run.overlap.lower()))):
+        names = [t for t, (name, _) in _TRAFFIC.items() if (found := re.fullmatch(rf"(?:{name})[ =:]+{_STATE}", part))]
+        if not names:
+            raise MeshwiseError(
+                f"overlap {part!r} is not understood; expected {', '.join(_TRAFFIC)}, each on, off or late, with commas"
+            )
+        yield names[0], not re.search(rf"[ =:](?:{_OFF})$", part)
+
+
+def _dispatcher(run: TrainingRun) -> str:
+    """What remarks call the dispatcher; "" where they do not."""
+    words = f"{run.software} {run.notes}".lower()
+    named = re.search(r"deep-?ep|hybrid-?ep", words)
+    found = re.search(r"dispatcher(?:[-_ ]type)?[ =:]+([\w-]+)|([\w-]+) dispatcher", words)
+    return named[0] if named else next(filter(None, found.groups())) if found else ""
+
+
+def _with(c: Calibration, traffic: str, *, hidden: bool) -> Calibration:
+    """The calibration where one kind of traffic is hidden, or waited for."""
+    once = {"gradients": ("whole", "pipelines"), "weights": ("weights",)}.get(traffic, ())
+    match traffic:
+        case "tensor":
+            return replace(c, collective_matmul=hidden)
+        case "pipeline":
+            return replace(c, late_sends=0 if hidden else max(c.late_sends, 1), late_schedules=())
+        case "experts":
+            return replace(c, beside_exchanges=hidden)
+        case _:
+            late = tuple(dict.fromkeys((*c.late_once, *once)))
+            kept = tuple(name for name in c.late_once if name not in once)
+            return replace(c, late_exchange=c.late_exchange and not hidden, late_once=kept if hidden else late)
