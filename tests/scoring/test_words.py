@@ -270,3 +270,13 @@ def test_words_of_traffic_without_a_meaning_are_refused(cells):
 )
 def test_protocols_of_benchmarks(words, static):
     assert parse_mode(words) == (static, None)
+
+
+def test_a_loss_in_chunks_holds_few_logits():
+    cells = {"measured_metric": "peak_memory", "measured_value": 60.0, "unit": "GiB", "micro_batch": 4, "dtype": "bf16"}
+    cells |= {"fsdp_or_zero_stage": "FSDP", "recompute": "full", "software": "torchtitan"}
+    plain, chunked = (predict_training(run(**cells, notes=n)) for n in ("", "chunked cross-entropy"))
+    assert plain.memory["logits_and_loss"] > 4 * 2**30
+    assert chunked.memory["logits_and_loss"] == 2 * 2**30
+    assert chunked.expected == pytest.approx(plain.expected - plain.memory["logits_and_loss"] + 2 * 2**30)
+    assert "chunks" in " ".join(chunked.scenario.assumed)

@@ -251,11 +251,11 @@ def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str 
         return Refusal(run, str(error))
     estimate, step, likely = plan.estimate, plan.estimate.step_time, None
     expected, bound = step.expected, step.lower
-    memory, spared = (estimate.memory, ()) if run.is_memory else _spared(scenario, estimate)
+    memory, spared = _spared(scenario, estimate)
     scenario = replace(scenario, assumed=(*scenario.assumed, *spared))
     if run.is_memory:
         parts = _MEMORY_PARTS.get(run.measured_metric, ("total",))
-        expected, bound = sum(estimate.memory.get(part, 0.0) for part in parts), 0.0
+        expected, bound = sum(memory.get(part, 0.0) for part in parts), 0.0
     elif measured < step.lower * 0.98:
         # What does not fit has no time that could be compared.
         if _overflows(memory, estimate):
@@ -283,13 +283,22 @@ def _other_readings(scenario: TrainingScenario) -> Iterator[TrainingScenario]:
         yield scenario.without_recompute()
 
 
-#: Bytes of logits that a loss in chunks holds at once.
+#: Bytes of logits that a loss in chunks holds at once, and a row's words for such a loss.
 _CHUNK = 2.0 * 2**30
+_CHUNKED = (
+    r"chunked (?:loss|cross|ce\b)|(?:loss|cross[- ]entropy|logits) in chunks|(?:cut|linear) cross[- ]entropy|liger"
+)
 
 
 def _spared(scenario: TrainingScenario, estimate: Estimate) -> tuple[Mapping[str, float], tuple[str, ...]]:
-    """Memory without what software spares where a run would not fit else, since this one did; and what that is."""
-    memory, notes = dict(estimate.memory), []
+    """Memory without what the row says is spared, or software spares where a run that ran would not fit; what it is."""
+    memory, notes = dict(estimate.memory), list[str]()
+    if memory.get("logits_and_loss", 0.0) > _CHUNK and re.search(_CHUNKED, scenario.run.words):
+        _spare(memory, "logits_and_loss", _CHUNK)
+        notes.append("the loss is computed in chunks of the sequence")
+    whole = dict(memory), tuple(notes)
+    if scenario.run.is_memory:
+        return whole
     compiled, precision = scenario.problem.calibration.compiled, scenario.problem.job.formats
     if compiled and precision.master is not None and _overflows(memory, estimate):
         _spare(memory, "parameters", 0.0)
@@ -300,7 +309,7 @@ def _spared(scenario: TrainingScenario, estimate: Estimate) -> tuple[Mapping[str
     if not compiled and estimate.memory.get("gathered_weights") and _overflows(memory, estimate):
         _spare(memory, "gathered_weights", memory["gathered_weights"] / 2)
         notes.append("one layer's weights or its gradients are whole at a time, not both")
-    return (memory, tuple(notes)) if not _overflows(memory, estimate) else (estimate.memory, ())
+    return (memory, tuple(notes)) if not _overflows(memory, estimate) else whole
 
 
 def _spare(memory: dict[str, float], name: str, left: float) -> None:
