@@ -327,7 +327,11 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         uneven_ring=software.uneven_ring,
         collective_matmul=family.collective_matmul if overlapped is None else overlapped,
         measured_formats=_MEASURED_FORMATS.get(family.name),
-        doubts=(*_unmeasured(chip, family.name), *(() if software.measured else ("unnamed",))),
+        doubts=(
+            *_unmeasured(chip, family.name),
+            *(() if software.measured else ("unnamed",)),
+            *(("finished",) if software.flash < 2 else ()),  # before FlashAttention-2: 2023 and earlier
+        ),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
 

@@ -33,6 +33,7 @@ class Spread:
 #: Cause -> how much. Those that name a term of the step count with that term's share of the time.
 SPREADS = {
     "software": Spread(0.09, "releases of the same software differ, as do kernels, clocks and clusters"),
+    "finished": Spread(0.05, "in place of software where its generation has no more releases: clocks and clusters differ"),
     "compute": Spread(0.06, "achieved rates of matmuls and attention"),
     "communication": Spread(0.25, "achieved bandwidth, other traffic, what is hidden"),
     "overheads": Spread(0.30, "bubbles, optimizer, streams to the host"),
@@ -44,7 +45,7 @@ SPREADS = {
     "unnamed": Spread(0.12, "the software is not known, or was not measured: kernels and overlap may be others'"),
     "chip": Spread(0.10, "no steps of this chip were measured, of others of its family were"),
     "format": Spread(0.08, "no steps of such chips in this number format were measured, in others they were"),
-    "anchored": Spread(0.05, "what one layout is off by for reasons of its own, beside measured ones"),
+    "anchored": Spread(0.09, "what one layout is off by for reasons of its own, beside measured ones of its machine"),
     "family": Spread(0.14, "no steps of such chips were measured; families keep 60 to 79 % of their peak in matmuls"),
 }
 
@@ -85,7 +86,7 @@ def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> d
     Args:
         terms: exposed seconds by name.
         unknown: causes of `SPREADS` that are open: "remat", "zero", "micro_batch", "mixture", "family", ...; "anchored"
-            stands in place of those that measured layouts of the machine share.
+            stands in place of those that measured layouts of the machine share, "finished" in place of "software".
     """
     total = sum(terms.values())
     shares = dict.fromkeys(("compute", "communication", "overheads"), 0.0)
@@ -93,8 +94,9 @@ def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> d
         shares[_TERMS[name]] += seconds / total
     parts = {"software": SPREADS["software"].sigma}
     parts |= {cause: share * SPREADS[cause].sigma for cause, share in shares.items() if share}
-    if "anchored" in unknown:  # what layouts of one machine share was measured
+    if {"anchored", "finished"} & {*unknown}:
         del parts["software"]
+    if "anchored" in unknown:  # what layouts of one machine share was measured
         parts.pop("compute", None)
     return parts | {cause: SPREADS[cause].sigma for cause in unknown}
 
