@@ -98,32 +98,32 @@ SOFTWARE = {
         ),
         Software(
             "megatron-2021", "Megatron-LM before FlashAttention",
-            flash=0, elementwise_passes=1.11, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.13, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
             late_sends=1, scattered_sends=True,
             rests_on=("sc21", "korthikanti", "vtrain"),
         ),
         Software(
             "megatron-deepspeed", "Megatron-DeepSpeed and GPT-NeoX before FlashAttention",
-            flash=0, elementwise_passes=1.11, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.13, late_exchange=True, collective_matmul=False, graphs=False,
             source="megatron-2021's operations; sends and sums of gradients of DeepSpeed's engine",
             late_sends=2, scattered_sends=True, adds_gradients=True, measured=False,
         ),
         Software(
             "megatron-deepspeed-blocking", "the same as BLOOM was trained: each launch waits for its kernel",
-            flash=0, elementwise_passes=1.11, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.13, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
-            gap=103e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
+            gap=91e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
             rests_on=("bloomprequel",),
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
-            flash=1, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=1, elementwise_passes=1.98, late_exchange=False, collective_matmul=False, graphs=False,
             source=f"bytes: {_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
         ),
         Software(
             "pytorch", "PyTorch FSDP, DeepSpeed and the like, 2024 and later: eager, FlashAttention 2",
-            flash=2, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=2, elementwise_passes=1.98, late_exchange=False, collective_matmul=False, graphs=False,
             source="eager-2023's operations, later kernels; until 2.6 its rings of attention hold positions in order",
             late_sends=1, late_schedules=_WAITING, uneven_ring=True, measured=False,
         ),
@@ -141,7 +141,7 @@ SOFTWARE = {
         ),
         Software(
             "deepspeed", "`pytorch` under DeepSpeed's engines, as exports set them up",
-            flash=2, elementwise_passes=1.99, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=2, elementwise_passes=1.98, late_exchange=False, collective_matmul=False, graphs=False,
             source="pytorch's operations; ZeRO sums gradients beside the backward pass, but not in pipelines, and "
             "gathers new weights after the update; without ZeRO gradients are summed at the end; sends are waited for",
             late_sends=2, late_once=("weights", "whole", "pipelines"), measured=False,
@@ -199,7 +199,7 @@ def _waves(units: int) -> float:
 
 #: By family; a chip of no family inherits Hopper's.
 _CHIPS = {
-    "ampere": _Chips("a100-sxm-80gb", 0.814, (), 0.57, 600.0, 200.0, _waves(108), 0.84, 0.785, 79e-6, (0.46, 0.58),
+    "ampere": _Chips("a100-sxm-80gb", 0.819, (), 0.57, 600.0, 200.0, _waves(108), 0.82, 0.709, 79e-6, (0.46, 0.58),
                      _MICRO),
     "hopper": _Chips("h100-sxm", 0.656, ((DType.FP8, 0.644),), 0.515, 1000.0, 200.0, _waves(132), 0.87, 0.736, 79e-6,
                      (0.24, 0.65), _MICRO),
@@ -255,7 +255,7 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     >>> from meshwise.hardware import load_chip
     >>> found = fitted_calibration(load_chip("h100-sxm"), "eager-2023")
     >>> found.name, found.elementwise_passes, round(found.matmul_efficiency, 2)
-    ('fitted+eager-2023', 1.99, 0.66)
+    ('fitted+eager-2023', 1.98, 0.66)
 
     Args:
         chip: of the cluster.
