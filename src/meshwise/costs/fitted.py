@@ -327,19 +327,17 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         uneven_ring=software.uneven_ring,
         collective_matmul=family.collective_matmul if overlapped is None else overlapped,
         measured_formats=_MEASURED_FORMATS.get(family.name),
-        doubts=(
-            *_unmeasured(chip, family.name),
-            *(() if software.measured else ("unnamed",)),
-            *(("finished",) if software.flash < 2 else ()),  # before FlashAttention-2: 2023 and earlier
-        ),
+        doubts=_causes(chip, family.name, software),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
 
 
-def _unmeasured(chip: Chip, family: str) -> tuple[str, ...]:
-    if family not in _MEASURED:
-        return ("family",)
-    return () if chip.name in _MEASURED[family] else ("chip",)
+def _causes(chip: Chip, family: str, software: Software) -> tuple[str, ...]:
+    """Causes of uncertainty; software before FlashAttention-2 (2023 and earlier) has no more releases."""
+    known = _MEASURED.get(family)
+    found = {"family": known is None, "chip": known is not None and chip.name not in known}
+    found |= {"unnamed": not software.measured, "finished": software.flash < 2}
+    return tuple(cause for cause, holds in found.items() if holds)
 
 
 def _power_ratio(chip: Chip, own: _Chips) -> float:

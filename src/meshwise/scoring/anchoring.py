@@ -55,7 +55,7 @@ def shared_factor(ratios: Sequence[float]) -> float:
     A ratio as small as layouts differ among themselves says little; a large one can only be shared.
 
     >>> round(shared_factor([1.05]), 3), round(shared_factor([1.5]), 3), round(shared_factor([1.05] * 4), 3)
-    (1.041, 1.491, 1.047)
+    (1.029, 1.47, 1.042)
 
     Args:
         ratios: measured over predicted, one a layout.
