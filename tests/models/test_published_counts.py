@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwise.core.dtypes import DType
-from meshwise.models import Model, load_model
+from meshwise.models import Model, load_model, read_config
 
 DATA = Path(__file__).parents[1] / "data" / "models"
 
@@ -46,6 +48,14 @@ def test_parameters(row: dict[str, str]) -> None:
     assert count.total == model(row["name"]).train_program().parameters()
     if row["active"]:
         assert count.active == int(row["active"])
+
+
+CONFIGS = [json.loads(line) for line in (DATA / "published_configs.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("row", CONFIGS, ids=[r["name"] for r in CONFIGS])
+def test_files_with_keys_of_their_own_are_read(row: dict[str, Any]) -> None:
+    assert read_config(row["config"], name=row["name"]).parameters.total == row["total"]
 
 
 KV = [r for r in rows("kv_cache.csv") if r["name"] in NAMES]

@@ -106,8 +106,17 @@ def test_the_published_count_of_gemma_3() -> None:
     assert load_model("gemma-3-27b").parameters.total == 27_432_406_640
 
 
-def test_a_tie_that_no_level_says_is_noted() -> None:
-    case = next(c for c in CASES if c["config"]["model_type"] == "mistral3")["config"]
+def test_a_tie_that_no_level_says_is_as_in_the_text_family() -> None:
+    """Mistral-Small-3.1: files of that time leave out what is as usual, and hold two tables, 24.01B in all."""
+    text = {
+        "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+        "sliding_window": None,
+    }  # fmt: skip
+    vision = {"model_type": "pixtral", "hidden_size": 1024, "image_size": 1540, "patch_size": 14}
+    config = {"model_type": "mistral3", "text_config": text, "vision_config": vision}
+    assert read_config(config, name="x").parameters.total == 24_011_361_280
+    case = next(c for c in CASES if c["config"]["model_type"] == "paligemma")["config"]
     said = {k: v for k, v in case.items() if k != "tie_word_embeddings"}
     assert "tie_word_embeddings = true" in " ".join(read_config(said, name="x").notes)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import ConfigError
-from meshwise.models.families.dense import BY_HEAD, DECODER
+from meshwise.models.families.dense import BY_HEAD, DECODER, MINICPM
 from meshwise.models.families.features import (
     Experts,
     Family,
@@ -68,7 +68,7 @@ def _latent_attention(f: Family, k: Keys, index: int) -> LatentAttention:
         kv_rank=k.kv_lora_rank,
         nope_dim=k.qk_nope_head_dim,
         rope_dim=k.qk_rope_head_dim,
-        v_dim=k.v_head_dim,
+        v_dim=k.v_head_dim or divide(k.hidden_size, k.num_attention_heads, "hidden_size", "num_attention_heads"),
         bias=bool(k.attention_bias),
         indexer=indexer,
     )
@@ -111,6 +111,20 @@ GLM_MOE_DSA = family(
         "v_head_dim": 256, "index_n_heads": 32, "indexer_types": Held(Listed(Only(("full",)))),
         "index_topk_freq": only(1), "n_group": 1, "topk_group": 1,
     },
+)  # fmt: skip
+GLM4_MOE_LITE = family(
+    "glm4_moe_lite", "Glm4MoeLiteForCausalLM", DEEPSEEK_V3, {
+        "intermediate_size": 10240, "max_position_embeddings": 202752, "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4, "n_routed_experts": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "mlp_layer_types": None,
+    }, ffn=_listed_ffn,
+)  # fmt: skip
+MINICPM3 = family(
+    "minicpm3", "MiniCPM3ForCausalLM", DECODER, {
+        "intermediate_size": 6400, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+        "attention_bias": False, "mlp_bias": OFF, "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32, "v_head_dim": None,
+    }, ignored=" ".join(MINICPM.ignored), attention=_latent_attention, scaled=True, head_scaled=True,
 )  # fmt: skip
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwise.core.errors import ConfigError
-from meshwise.models.families.features import LAYER_NORM, Family, Heads, Numbers, biases, family, heads, mlp
+from meshwise.models.families.features import LAYER_NORM, Family, Heads, Numbers, biases, family, heads, layer, mlp
 from meshwise.models.families.keys import (
     ANY_LIST,
     COUNT,
@@ -95,6 +95,19 @@ QWEN2 = family(
     }, ignored="use_mrope", bias=True, bias_out=False, local=_from_max_window_layers, windows_if="use_sliding_window",
     numbers=Numbers(),
 )  # fmt: skip
+
+
+def _mimo_modules(f: Family, k: Keys) -> dict[str, Any]:
+    """Modules that predict further tokens, of the plan of a layer."""
+    modules = k.num_nextn_predict_layers
+    note = f"{modules} multi-token-prediction modules are counted apart (mtp), not in the total"
+    return {"mtp": layer(f, k, 0), "mtp_modules": modules, "notes": (note,)} if modules else {}
+
+
+MIMO = family(
+    "mimo", "MiMoForCausalLM", QWEN2, {"attention_bias": True, "num_nextn_predict_layers": 0},
+    bias="attention_bias", extras=_mimo_modules,
+)  # fmt: skip
 QWEN3 = family(
     "qwen3", "Qwen3ForCausalLM", QWEN2, {"head_dim": 128, "attention_bias": False},
     bias="attention_bias", bias_out=None, qk_norm=BY_HEAD, numbers=Numbers(),
@@ -159,6 +172,7 @@ COHERE2 = family(
     "cohere2", "Cohere2ForCausalLM", COHERE, {
         "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4, "use_qk_norm": only(False),
         "use_gated_activation": ON, "use_parallel_block": ON,
+        "use_embedding_sharing": ON,
     }, ignored="order_of_interleaved_layers position_embedding_type use_parallel_embedding",
     local="sliding_window_pattern", rope="local",
 )  # fmt: skip
@@ -211,7 +225,40 @@ SEED_OSS = family(
     }, bias_out="attention_out_bias",
 )  # fmt: skip
 INTERNLM2 = family("internlm2", "InternLM2ForCausalLM", LLAMA, {"bias": OFF, "attention_bias": OFF, "mlp_bias": OFF})
-HUNYUAN_DENSE = family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", LLAMA, {"mlp_bias": OFF}, qk_norm=BY_HEAD)
+INTERNLM3 = family(
+    "internlm3", "InternLM3ForCausalLM", LLAMA,
+    {"intermediate_size": 10240, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768},
+    spelled={"attention_bias": "qkv_bias", "mlp_bias": "bias"}, bias_out="mlp_bias",
+)  # fmt: skip
+EXAONE = family(
+    "exaone", "ExaoneForCausalLM", LLAMA,
+    {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096},
+    spelled={"num_hidden_layers": "num_layers"}, ignored="embed_dropout",
+)  # fmt: skip
+BAICHUAN = family(  # without a context where positions are not rotated but weighed (the 13B)
+    "baichuan", "BaichuanForCausalLM BaiChuanForCausalLM", LLAMA,
+    {"max_position_embeddings": None, "attention_bias": OFF, "mlp_bias": OFF}, ignored="z_loss_weight",
+    rope=lambda k, index: k.max_position_embeddings is not None,
+)  # fmt: skip
+MINICPM = family(
+    "minicpm", "MiniCPMForCausalLM", LLAMA, {"tie_word_embeddings": True, "mlp_bias": OFF}, scaled=True,
+    head_scaled=True, ignored="scale_emb scale_depth dim_model_base mup_denominator",
+)  # fmt: skip
+APERTUS = family(
+    "apertus", "ApertusForCausalLM", LLAMA, {
+        "intermediate_size": 14336, "max_position_embeddings": 65536, "mlp_bias": OFF, "qk_norm": ON, "post_norm": OFF,
+        "hidden_act": only("xielu", default="xielu"),
+    }, gated=False, qk_norm=BY_HEAD,
+    extras=lambda f, k: {"notes": ("two learned numbers of each layer's activation (xIELU) are not counted",)},
+)  # fmt: skip
+HUNYUAN_DENSE = family(
+    "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", LLAMA,
+    {"mlp_bias": OFF, "use_qk_norm": True, "use_cla": OFF, "use_mla": OFF, "norm_type": only("rms")},
+    spelled={"head_dim": "head_dim attention_head_dim"}, qk_norm=BY_HEAD, qk_norm_if="use_qk_norm",
+    ignored="cla_share_factor org_vocab_size add_classification_head anyres_pooling_size class_num dense_list "
+            "im_end_id im_start_id im_newline_id mask_init_id num_media_embeds pad_id pool_type skip_cls_token "
+            "position_embedding_xdrope text_end_id text_start_id use_rotary_pos_emb eod_id",
+)  # fmt: skip
 GLM = family(
     "glm", "GlmForCausalLM", DECODER, {
         "intermediate_size": 13696, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,

@@ -301,7 +301,7 @@ def router(k: Keys, own: Router, experts: int) -> Router:
     if limit > groups:
         raise ConfigError(f"key 'topk_group': expected at most n_group ({groups}), found {limit}")
     return Router(
-        scores=k.scoring_func or own.scores,
+        scores=own.scores if k.scoring_func in {None, "noaux_tc"} else k.scoring_func,  # which is a way to balance
         normalised=own.normalised if k.norm_topk_prob is None else k.norm_topk_prob,
         scale=own.scale if k.routed_scaling_factor is None else float(k.routed_scaling_factor),
         groups=groups,

@@ -29,7 +29,8 @@ scale_embedding_at_init first_stage_training
 """
 
 _BOOKKEEPING = """
-_name_or_path is_llama_config type_vocab_size n_special predict_special_tokens _from_model_config
+_name_or_path is_llama_config is_composition num_image_tokens type_vocab_size n_special
+predict_special_tokens _from_model_config
 transformers.js_config max_sequence_length eod_token_id name_or_path transformers_version _commit_hash auto_map
 use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16 is_decoder
 tie_encoder_decoder chunk_size_feed_forward problem_type id2label label2id num_labels finetuning_task

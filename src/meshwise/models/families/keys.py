@@ -208,7 +208,7 @@ _KINDS: dict[Kind, str] = {
     """,
     Number(): "routed_scaling_factor final_logit_softcapping clip_qkv softmax_scale moe_jitter_eps",
     Only((False,)): "add_cross_attention is_encoder_decoder",
-    Only(("softmax", "sigmoid", "sqrtsoftplus")): "scoring_func",
+    Only(("softmax", "sigmoid", "sqrtsoftplus", "noaux_tc")): "scoring_func",
     Either((COUNT, AUTO)): "time_step_rank mamba_dt_rank dt_rank",
     Either((SIZE, AUTO)): "mamba_d_head",
     Listed(TEXT): "architectures",

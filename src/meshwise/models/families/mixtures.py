@@ -14,7 +14,9 @@ from meshwise.models.families.dense import (
     BY_HEAD,
     DECODER,
     ERNIE,
+    EXAONE4,
     GRANITE,
+    HUNYUAN_DENSE,
     MISTRAL,
     OLMO,
     QWEN2,
@@ -28,6 +30,7 @@ from meshwise.models.families.features import (
     Family,
     Heads,
     Numbers,
+    attention,
     biases,
     family,
     heads,
@@ -36,6 +39,8 @@ from meshwise.models.families.features import (
     mixture,
     mlp,
     modules_note,
+    one_of_layers,
+    uncounted_modules,
 )
 from meshwise.models.families.ignored import check_activation
 from meshwise.models.families.keys import (
@@ -44,6 +49,8 @@ from meshwise.models.families.keys import (
     OFF,
     ON,
     REQUIRED,
+    SWITCH,
+    Either,
     Held,
     Inside,
     Keys,
@@ -147,6 +154,10 @@ OLMOE = family(
         "num_experts": Held(COUNT, 64),
     }, norm=Norm(), qk_norm=ALL_HEADS, experts=Experts("num_experts", router=Router(normalised=False)),
 )  # fmt: skip
+FLEX_OLMO = family(
+    "flex_olmo", "FlexOlmoForCausalLM", OLMOE,
+    {"intermediate_size": 11008, "num_experts_per_tok": 5, "num_experts": Held(COUNT, 7)}, norms="after",
+)  # fmt: skip
 DBRX_ATTENTION = schema({}, {
     "kv_n_heads": 1, "attn_pdrop": 0.0, "clip_qkv": None, "rope_theta": 10000.0, "model_type": "",
 }, {})  # fmt: skip
@@ -176,6 +187,92 @@ DBRX = family(
     }, spelled={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
                 "max_position_embeddings": "max_seq_len"},
     heads=_dbrx_heads, ffn=_dbrx_ffn,
+)  # fmt: skip
+
+
+_EACH = Held(Either((COUNT, Listed(COUNT))))
+
+
+def _hunyuan_ffn(f: Family, k: Keys, index: int) -> Mixture:
+    """Routed and shared experts; sizes are one number, or one a layer."""
+    top_k, hidden, shared = (
+        value[index] if isinstance(value, list) and k.per_layer(name) else value
+        for name, value in ((n, getattr(k, n)) for n in ("moe_topk", "moe_intermediate_size", "num_shared_expert"))
+    )
+    hidden = hidden or k.intermediate_size
+    return Mixture(k.num_experts, top_k, hidden, shared=hidden * shared if k.use_mixed_mlp_moe else 0)
+
+
+HUNYUAN_MOE = family(
+    "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", HUNYUAN_DENSE, {
+        "num_experts": REQUIRED, "moe_topk": replace(_EACH, default=1), "moe_intermediate_size": _EACH,
+        "num_shared_expert": replace(_EACH, default=1), "use_mixed_mlp_moe": True, "moe_layer_num_skipped": only(0),
+    }, spelled={"moe_topk": "moe_topk num_experts_per_tok"}, ffn=_hunyuan_ffn,
+    ignored=" ".join(HUNYUAN_DENSE.ignored) + " group_limited_greedy moe_drop_tokens moe_random_routing_dropped_token "
+            "n_group topk_group",
+)  # fmt: skip
+
+
+def _bailing_ffn(f: Family, k: Keys, index: int) -> Mlp | Mixture:
+    """The first layers are dense; routing is corrected where the switch is on."""
+    if index < k.first_k_dense_replace:
+        return mlp(f, k)
+    shared = (k.moe_shared_expert_intermediate_size or k.moe_intermediate_size) * (k.n_shared_experts or 0)
+    return replace(mixture(f, k), shared=shared, correction_bias=k.moe_router_enable_expert_bias)
+
+
+BAILING = family(
+    "bailing_moe bailing_moe_v2", "BailingMoeForCausalLM BailingMoeV2ForCausalLM", DECODER, {
+        **LEADING_DENSE_KEYS, "intermediate_size": REQUIRED, "max_position_embeddings": 32768,
+        "first_k_dense_replace": 0, "use_qkv_bias": False, "use_bias": False, "use_qk_norm": False, "multi_gate": OFF,
+        "use_sliding_window": OFF, "moe_router_enable_expert_bias": False, "use_rmsnorm": ON,
+        "moe_shared_expert_intermediate_size": None,
+    }, spelled={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts",
+                "scoring_func": "score_function"},
+    ignored="sliding_window max_window_layers norm_head norm_softmax router_dtype output_dropout",
+    bias="use_qkv_bias", bias_out="use_bias", mlp_bias="use_bias", qk_norm=BY_HEAD, qk_norm_if="use_qk_norm",
+    ffn=_bailing_ffn, extras=mtp_extras, experts=replace(LEADING_DENSE, router=Router("softmax"), options={}),
+)  # fmt: skip
+
+
+def _afmoe_attention(f: Family, k: Keys, index: int) -> Mixer:
+    """With a gate as wide as the queries."""
+    usual = attention(replace(f, attention=None), k, index)
+    assert isinstance(usual, SelfAttention), "a family without recurrences"
+    return replace(usual, gated=True)
+
+
+AFMOE = family(
+    "afmoe", "AfmoeForCausalLM", DECODER, {
+        "intermediate_size": 6144, "head_dim": 128, "max_position_embeddings": 16384, "attention_bias": False,
+        "num_experts": Held(COUNT, 64), "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+        "num_shared_experts": Held(INDEX, 2), "num_dense_layers": Held(INDEX, 1), "layer_types": None,
+        "sliding_window": 1024, "global_attn_every_n_layers": 4,
+    }, spelled={"scoring_func": "score_func", "norm_topk_prob": "route_norm", "routed_scaling_factor": "route_scale"},
+    ignored="mup_enabled load_balance_coeff num_expert_groups num_limited_groups use_grouped_mm", bias_out=False,
+    attention=_afmoe_attention, qk_norm=BY_HEAD, norms="around", rope="local", local="global_attn_every_n_layers",
+    scaled=True, experts=Experts(
+        "num_experts", hidden="moe_intermediate_size", router=Router("sigmoid"), options={"correction_bias": True},
+        shared=lambda k: k.moe_intermediate_size * k.num_shared_experts,
+        layers=lambda k, index: index >= k.num_dense_layers,
+    ),
+)  # fmt: skip
+
+
+def _exaone_mixtures(k: Keys, index: int) -> bool:
+    """As either list says, else all but the first layers."""
+    if k.is_moe_layer is not None:
+        return bool(k.per_layer("is_moe_layer")[min(index, k.num_hidden_layers - 1)])
+    return one_of_layers(k, index, otherwise=index >= k.first_k_dense_replace)
+
+
+EXAONE_MOE = family(
+    "exaone_moe", "ExaoneMoEForCausalLM ExaoneMoeForCausalLM", EXAONE4, {
+        **LEADING_DENSE_KEYS, "moe_intermediate_size": 1024, "num_experts_per_tok": 8, "n_routed_experts": 64,
+        "first_k_dense_replace": 1, "mlp_layer_types": None, "is_moe_layer": Held(Listed(SWITCH)),
+    }, spelled={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    qk_norm=BY_HEAD, norms="before", rope="local", extras=mtp_extras,
+    experts=replace(LEADING_DENSE, router=Router("sigmoid", scale=2.5), layers=_exaone_mixtures),
 )  # fmt: skip
 
 
@@ -253,9 +350,10 @@ ERNIE_MOE = family(
     "ernie4_5_moe", "Ernie4_5_MoeForCausalLM Ernie4_5_MoEForCausalLM", ERNIE, {
         "intermediate_size": 12288, "num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536,
         "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-        "moe_layer_end_index": Held(Whole(-1, 10_000), -1), "moe_layer_interval": 1,
+        "moe_layer_end_index": Held(Whole(-1, 10_000), -1), "moe_layer_interval": 1, "num_nextn_predict_layers": 0,
     }, spelled={"moe_k": "moe_k num_experts_per_tok", "moe_num_experts": "moe_num_experts num_experts"},
     ignored="moe_norm_min moe_capacity moe_gate moe_use_aux_free", head_bias="use_bias", ffn=_ernie_ffn,
+    extras=uncounted_modules("num_nextn_predict_layers"),
     experts=Experts(
         "moe_num_experts", "moe_k", "moe_intermediate_size", options={"correction_bias": True},
         shared=lambda k: k.moe_intermediate_size * k.moe_num_shared_experts,
@@ -273,11 +371,18 @@ GLM4_MOE = family(
         "n_routed_experts": 128, "first_k_dense_replace": 1,
     }, bias_out=False, qk_norm=BY_HEAD, qk_norm_if="use_qk_norm", experts=LEADING_DENSE, extras=mtp_extras,
 )  # fmt: skip
+SOLAR_OPEN = family(
+    "solar_open", "SolarOpenForCausalLM", GLM4_MOE, {
+        "head_dim": 128, "use_qk_norm": OFF, "moe_intermediate_size": 1280,
+        "first_k_dense_replace": Held(Whole(0, 0), 0),
+    }, qk_norm=None, experts=LEADING_DENSE,
+)  # fmt: skip
 DOTS1 = family(
     "dots1", "Dots1ForCausalLM", DECODER, {
         "sliding_window": 4096, "layer_types": None, **LEADING_DENSE_KEYS, "intermediate_size": 10944,
         "num_key_value_heads": 32, "max_position_embeddings": 2048, "attention_bias": False,
         "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "max_window_layers": 62,
+        "use_sliding_window": OFF, "qk_layernorm": ON,
     }, qk_norm=BY_HEAD, experts=replace(LEADING_DENSE, router=Router("sigmoid", normalised=False)), extras=mtp_extras,
     local=lambda k, index: k.sliding_window is not None and index >= k.max_window_layers,
 )  # fmt: skip

@@ -70,7 +70,7 @@ class Reading:
     def refuse_activations(self, layers: Iterable[Layer]) -> None:
         """Refuse an activation that is not known, or does not fit the layers."""
         gated = all(layer.ffn.gated for layer in layers if layer.ffn is not None)
-        for key in sorted(ACTIVATION_KEYS & set(self.config)):
+        for key in sorted((ACTIVATION_KEYS & set(self.config)) - known_keys(self.row.keys)):
             check_activation(key, self.config[key], gated=gated)
 
     def architecture(self) -> Architecture:

@@ -32,7 +32,7 @@ from meshwise.models.towers import TowerPart, TowerWeight, attention, convolutio
 #: Further keys that change nothing in a tower.
 _UNREAD = frozenset({
     "architectures", "torch_dtype", "dtype", "rope_parameters", "rope_scaling", "is_encoder_decoder",
-    "add_cross_attention", "pruned_heads",
+    "add_cross_attention", "pruned_heads", "tie_word_embeddings",
 })  # fmt: skip
 Parts = tuple[TowerPart, ...]
 
@@ -162,7 +162,7 @@ def _classed(k: Keys) -> Parts:
 SIGLIP = tower(
     _siglip,
     {**SQUARE_KEYS, "vision_use_head": True},
-    "num_image_tokens projection_dim projector_hidden_act num_positions",
+    "projection_dim projector_hidden_act num_positions",
 )
 CLIP = tower(_classed, {**SQUARE_KEYS, "patch_size": 32}, "projection_dim vocab_size initializer_factor")
 #: SigLIP without its pooling head.

@@ -16,6 +16,7 @@ from meshwise.models.families import tower_kinds as kinds
 from meshwise.models.families.features import COMMON, Family, build_decoder, heads, layer, width
 from meshwise.models.families.keys import (
     INTEGER,
+    OFF,
     ON,
     REQUIRED,
     SIZE,
@@ -171,9 +172,16 @@ def _step(k: Keys, vision: Keys, width: int) -> Parts:
     return (TowerPart("projector", linear("project", 4 * vision.hidden_size, width, bias=k.projector_bias)),)
 
 
+def _nested(f: Family, **further: int) -> Family:
+    """A text part whose published files leave out even the basic sizes where they are as usual, 7B for one."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, **further}
+    return replace(f, keys=schema(f.keys, sizes, {}))
+
+
+_LLAMA_TEXT = _nested(dense.LLAMA, vocab_size=32_000)
 #: Language models that towers are put beside.
 ANY_TEXT: Mapping[str, Family] = {
-    "llama": dense.LLAMA, "mistral": dense.MISTRAL, "ministral3": dense.MINISTRAL3, "qwen2": dense.QWEN2,
+    "llama": _LLAMA_TEXT, "mistral": _nested(dense.MISTRAL), "ministral3": dense.MINISTRAL3, "qwen2": dense.QWEN2,
     "qwen3": dense.QWEN3, "qwen3_moe": mixtures.QWEN3_MOE, "gemma": dense.GEMMA, "gemma2": dense.GEMMA2,
     "cohere2": dense.COHERE2,
 }  # fmt: skip
@@ -291,30 +299,31 @@ LLAMA4 = towered(
 )  # fmt: skip
 GLM4V = towered(
     "glm4v", "Glm4vForConditionalGeneration", {"glm4v_text": _GLM4V_TEXT}, {"glm4v": kinds.GLM4V}, _nothing,
-    tied=False, either=True,
+    tied=False, either=True, flat=True,
 )  # fmt: skip
 GLM4V_MOE = towered(
     "glm4v_moe", "Glm4vMoeForConditionalGeneration", {"glm4v_moe_text": _uncorrected(mixtures.GLM4_MOE)},
     {"glm4v": kinds.GLM4V}, _nothing, tied=False, either=True,
 )  # fmt: skip
 LLAVA = towered(
-    "llava", "LlavaForConditionalGeneration", ANY_TEXT, ANY_VISION, _llava, LLAVA_KEYS, ignored="projector_hidden_act",
+    "llava", "LlavaForConditionalGeneration", ANY_TEXT, ANY_VISION, _llava, LLAVA_KEYS,
+    ignored="projector_hidden_act vocab_size",
 )  # fmt: skip
 LLAVA_NEXT = towered(
     "llava_next", "LlavaNextForConditionalGeneration", ANY_TEXT, ANY_VISION, _llava_next, LLAVA_KEYS,
-    ignored="projector_hidden_act use_image_newline_parameter",
+    ignored="projector_hidden_act use_image_newline_parameter vocab_size",
 )  # fmt: skip
 MISTRAL3 = towered(
     "mistral3", "Mistral3ForConditionalGeneration", {"mistral": dense.MISTRAL, "ministral3": dense.MINISTRAL3},
     {"pixtral": kinds.PIXTRAL}, _mistral3, {
         "multimodal_projector_bias": False, "vision_feature_layer": Held(Either((INTEGER, Listed(INTEGER))), -1),
         "spatial_merge_size": 2,
-    }, ignored="projector_hidden_act", tied=True,
+    }, ignored="projector_hidden_act",
 )  # fmt: skip
 PALIGEMMA = towered(
     "paligemma", "PaliGemmaForConditionalGeneration", {"gemma": dense.GEMMA, "gemma2": dense.GEMMA2},
     {"siglip_vision_model": kinds.SIGLIP}, _project(bias=True),
-    ignored="hidden_size vocab_size projection_dim", tied=True,
+    ignored="hidden_size num_hidden_layers vocab_size projection_dim", tied=True,
 )  # fmt: skip
 AYA_VISION = towered(
     "aya_vision", "AyaVisionForConditionalGeneration", {"cohere2": dense.COHERE2},
@@ -325,11 +334,15 @@ INTERNVL = towered(
     "internvl", "InternVLForConditionalGeneration", {"qwen2": dense.QWEN2, **ANY_TEXT},
     {"internvl_vision": kinds.INTERN}, _intern, {"downsample_ratio": Held(Number(1), 0.5)},
     ignored="projector_hidden_act",
-    tied=True,
+)  # fmt: skip
+_IDEFICS_TEXT = replace(
+    _LLAMA_TEXT, keys=schema(_LLAMA_TEXT.keys, {"use_resampler": OFF, "qk_layer_norms": OFF}, {}),
+    ignored=frozenset(["perceiver_config", "pixel_shuffle_factor", "neftune_noise_alpha", "_flash_attn_2_enabled"]),
 )  # fmt: skip
 IDEFICS3 = towered(
-    "idefics3 smolvlm", "Idefics3ForConditionalGeneration SmolVLMForConditionalGeneration", ANY_TEXT,
-    {"idefics3_vision": kinds.IDEFICS}, _project(side="scale_factor"), {"scale_factor": 2}, tied=False,
+    "idefics3 smolvlm", "Idefics3ForConditionalGeneration SmolVLMForConditionalGeneration",
+    {**ANY_TEXT, "llama": _IDEFICS_TEXT}, {"idefics3_vision": kinds.IDEFICS}, _project(side="scale_factor"),
+    {"scale_factor": 2}, ignored="vocab_size", tied=False,
 )  # fmt: skip
 STEP37 = towered(
     "step3p7", "Step3p7ForConditionalGeneration", {"step3p5": mixed.STEP35}, {"step3p5_vision": kinds.STEP}, _step,
