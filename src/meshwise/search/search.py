@@ -210,6 +210,12 @@ class NetworkSearch:
         table = self.network.table
         return kinds_of(table.meshes[table.mesh_id[batch.at]])
 
+    def _missing(self, batch: CandidateBatch) -> Mask:
+        """Which are of a kind that is not in the ranking yet, and may fill it."""
+        return np.array(
+            [(int(self.chips), *kind) not in self.state.ranking.best for kind in self._kinds(batch).tolist()], bool
+        )
+
     def look(self, groups: Groups) -> None:
         """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
         known = self.state.infeasible
@@ -217,7 +223,7 @@ class NetworkSearch:
             if math.isfinite(self.state.ranking.cut):
                 break
             batch, size = self._bounded(groups.take(part)).by_bound(), _GO
-            while len(batch) and math.isinf(self.state.ranking.cut):
+            while len(batch := batch.where(self._missing(batch))) and math.isinf(self.state.ranking.cut):
                 self._price(batch.take(slice(0, size)))
                 self.expand_waiting(_LEADERS)
                 batch, size = batch.take(slice(size, None)), _GROWTH * size
