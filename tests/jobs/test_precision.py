@@ -4,6 +4,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.core.tensors import Format
 from meshwise.jobs import PRECISIONS, parse_precision
 
 ROLES = ("weights", "activations", "gradients", "master", "moments", "compute")
@@ -68,8 +69,8 @@ def test_what_it_prints_parses_back():
     [
         ("bf8", r"unknown precision 'bf8'"),
         (
-            "fp4",
-            r"unknown precision 'fp4'\. .*Known: bf16, .*fp32, fp8, .*nvfp4\. Other formats .*: bf16,compute=fp8\.$",
+            "fp3",
+            r"unknown precision 'fp3'\. .*Known: bf16, .*fp32, .*fp8, .*nvfp4\. Other formats .*: bf16,compute=fp8\.$",
         ),
         ("fp8,compute=bf16", r"fp8 decides compute itself, found 'compute=bf16'; leave it out"),
         ("", r"unknown precision ''"),
@@ -85,3 +86,11 @@ def test_what_it_prints_parses_back():
 def test_what_is_refused(text, words):
     with pytest.raises((UnknownNameError, MeshwiseError), match=words):
         parse_precision(text)
+
+
+def test_names_of_four_bits_are_those_of_serving_too():
+    assert parse_precision("fp4").recipe == parse_precision("NVFP4").recipe
+    recipe = parse_precision("MXFP4").recipe
+    assert recipe is not None
+    assert recipe.weights == Format(DType.FP4, 1 / 32)
+    assert not recipe.vendor

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwise.core.dtypes import DType
-from meshwise.core.errors import MeshwiseError
+from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.costs.compute import published_precision
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.memory import weight_bytes
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad, parse_serving_precision
+from meshwise.jobs.serving_precision import quantised
 from meshwise.models import load_model, read_config
 from meshwise.models.families import reader
 from meshwise.sharding.serving import parse_serving_layout
@@ -186,3 +189,36 @@ def test_tens_of_thousands_of_listed_modules_are_no_globs(monkeypatch):
     listed = [f"model.layers.{i}.mlp.experts.{j}.gate_proj" for i in range(20) for j in range(20)]
     of = {"quant_method": "fp8", "modules_to_not_convert": [*listed, "model.layers.7.self_attn", "lm_h*"]}
     assert reader.read_quantization(of).attention is DType.BF16
+
+
+def test_formats_that_stand_beside_a_configuration_are_read(tmp_path: Path) -> None:
+    """ModelOpt's own file; without it a name that holds a format is told of."""
+    folder = tmp_path / "mine-NVFP4"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(load_model("qwen3-8b").config))
+    plain = load_model(str(folder))
+    assert published_precision(plain) == "bf16"
+    assert "the name says NVFP4" in " ".join(plain.notes)
+    formats = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": formats}))
+    for path in (folder, folder / "config.json"):
+        assert published_precision(load_model(str(path))) == "weights=fp4,kv=fp8"
+        assert load_model(str(path)).notes == load_model("qwen3-8b").notes
+    (folder / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: key 'quantization': expected an object"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),  # of the files on the hub
+    [
+        ("gpt-oss-120b", 65.2),
+        ("kimi-k2-thinking", 594),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", 134),
+        ("llama-3.1-70b-fp8", 73),
+    ],
+)
+def test_checkpoints_are_as_large_as_their_files(name: str, gigabytes: float) -> None:
+    model = load_model(name)
+    program = quantised(model.train_program(), parse_serving_precision(published_precision(model)))
+    assert program.weight_bytes(DType.BF16.bytes) == pytest.approx(gigabytes * 1e9, rel=0.01)

@@ -431,6 +431,11 @@ class Program:
         """All parameters, tied weights counted once."""
         return int(sum(b.repeat * b.parameters(self.sizes) for b in self.blocks))
 
+    def weight_bytes(self, usual: float) -> float:
+        """Bytes of all weights with their scales, `usual` of an element without a format of its own."""
+        weights = ((b.repeat * t.elements(self.sizes), t) for b in self.blocks for t in b.weights)
+        return float(sum(n * ((t.dtype.bytes if t.dtype else usual) + t.scale_bytes) for n, t in weights))
+
     def flops(self, sizes: Sizes) -> Any:
         """Matrix FLOPs of one pass with the sizes of `bind`."""
         return sum(b.repeat * b.flops(sizes) for b in self.blocks)

@@ -168,11 +168,11 @@ def check_precision(chip: Chip, precision: Precision) -> None:
         )
 
 
-def published_precision(model: Model, chip: Chip) -> str:
+def published_precision(model: Model, chip: Chip | None = None) -> str:
     """Formats in which a model's checkpoint is published, as `--precision` of serving takes them.
 
-    Operands are as narrow as the checkpoint says where the chip multiplies such; else weights are widened as they are
-    read. "bf16" where nothing is quantised.
+    Operands are as narrow as the checkpoint says where the chip multiplies such; else, and without a chip, weights are
+    widened as they are read. "bf16" where nothing is quantised.
 
     Raises:
         MeshwiseError: a method of quantisation that is not known.
@@ -189,7 +189,7 @@ def published_precision(model: Model, chip: Chip) -> str:
         "weights": found.weights,
         "attention": found.attention,
         "experts": found.experts if model.mixtures else None,
-        "compute": found.operands if found.operands in chip.flops_per_s else None,
+        "compute": found.operands if chip and found.operands in chip.flops_per_s else None,
         "kv": found.kv,
     }
     given = [f"{role}={dtype.value}" for role, dtype in roles.items() if dtype is not None]

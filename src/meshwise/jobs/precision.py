@@ -127,6 +127,10 @@ _NVFP4 = Recipe(
     replace(_FP4_OF_16, reads=2, writes=_LAYOUTS), _FP4_OF_16,
     needs=(DType.FP4,), vendor="nvidia", accumulates=_BLOCKS,
 )  # fmt: skip
+_FP4_OF_32 = Format(DType.FP4, _BLOCKS_OF_32)
+_MXFP4 = Recipe(
+    replace(_FP4_OF_32, writes=_LAYOUTS), _FP4_OF_32, needs=(DType.FP4,), weight_copies=2, accumulates=_BLOCKS
+)
 _INT8 = Recipe(Format(DType.INT8, reads=2), None, needs=(DType.INT8,), accumulates="int32")
 
 _BOOK = _precision("book", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)")
@@ -146,6 +150,9 @@ _PRECISIONS = (
             "moments", _MXFP8),
     _narrow("nvfp4", "fp4 by blocks of 16 with fp8 scales (weights 16 x 16) and one scale a tensor; fp32 gradients, "
             "master, moments", _NVFP4),
+    _narrow("fp4", "the same as nvfp4", _NVFP4),
+    _narrow("mxfp4", "fp4 by blocks of 32 with power-of-two scales, weights stored both ways; fp32 gradients, master, "
+            "moments", _MXFP4),
     _narrow("int8", "int8 operands quantised as they are used (AQT), bf16 weights; fp32 gradients, master, moments",
             _INT8),
 )  # fmt: skip
@@ -198,11 +205,11 @@ def read_roles(
 ) -> tuple[P, dict[str, DType | None]]:
     """Read "preset,role=dtype,..." or "role=dtype,..." (of bf16): the preset, and the roles with other formats."""
     first, *others = (p.strip() for p in text.split(","))
-    preset = "bf16" if "=" in first else first
+    preset = "bf16" if "=" in first else first.lower()
     if preset not in presets:
         raise UnknownNameError(what, preset, presets, hint, list_all=True)
     changes: dict[str, DType | None] = {}
-    for part in others if preset == first else [first, *others]:
+    for part in [first, *others] if "=" in first else others:
         role, equals, value = (p.strip() for p in part.partition("="))
         if not equals:
             raise UnknownNameError(what, role, presets, "Roles are changed by role=dtype after the preset.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.core.files import parse_toml
@@ -31,6 +33,7 @@ class CatalogEntry:
         aliases: other short names.
         source: where its configuration comes from, with the date.
         file: of the configuration, in the package's data.
+        formats: of weights, where they are published beside the configuration.
     """
 
     name: str
@@ -38,6 +41,7 @@ class CatalogEntry:
     source: Source
     hub_names: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    formats: Mapping[str, Any] | None = field(default=None, hash=False)
 
 
 @cache
@@ -51,6 +55,7 @@ def catalog() -> tuple[CatalogEntry, ...]:
             source=Source(row["source"], row["date"]),
             hub_names=tuple(row.get("hub", ())),
             aliases=tuple(row.get("aliases", ())),
+            formats=row.get("formats"),
         )
         for name, row in table.items()
     )
@@ -85,7 +90,7 @@ def built_in(name: str) -> Model | None:
 @cache
 def _built_in(entry: CatalogEntry) -> Model:
     text = (_DATA / entry.file).read_text(encoding="utf-8")
-    config = parse_json(text, entry.file)
+    config = _with_formats(parse_json(text, entry.file), entry.formats)
     return read_config(config, name=entry.name, source=entry.source, hub_names=entry.hub_names, where=entry.file)
 
 
@@ -127,13 +132,33 @@ def _from_file(path: Path) -> Model:
         raise ConfigError(f"model {str(path)!r}: the folder holds no config.json")
     if file.suffix == ".gguf":
         return read_config(config_of_gguf(file), name=file.stem, source=Source(str(file)), where=str(file))
-    try:
-        text = file.read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the text
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file}: cannot be read as text: {e}") from None
+    text = _text(file)
     name = (
         path.resolve().name if path.is_dir() else (path.stem if path.stem != "config" else path.resolve().parent.name)
     )
     if file.suffix in DIMENSION_SUFFIXES:
         return read_dimensions(text, name=name, where=str(file), toml=file.suffix == ".toml")
-    return read_config(parse_json(text, str(file)), name=name, source=Source(str(file)), where=str(file))
+    config = _with_formats_beside(parse_json(text, str(file)), file)
+    return read_config(config, name=name, source=Source(str(file)), where=str(file))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the text
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file}: cannot be read as text: {e}") from None
+
+
+def _with_formats_beside(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The configuration with the formats of weights that ModelOpt writes into a file of its own beside it."""
+    beside = file.with_name("hf_quant_config.json")
+    if file.name != "config.json" or config.get("quantization_config") is not None or not _exists(beside):
+        return config
+    said = parse_json(_text(beside), str(beside)).get("quantization")
+    if not isinstance(said, dict):
+        raise ConfigError(f"{beside}: key 'quantization': expected an object, as ModelOpt writes it")
+    return _with_formats(config, said)
+
+
+def _with_formats(config: dict[str, Any], formats: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**config, "quantization_config": {"quant_method": "modelopt", **formats}} if formats else config

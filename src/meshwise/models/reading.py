@@ -10,6 +10,7 @@ import copy
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -164,6 +165,21 @@ def _refuse_impossible(spec: Architecture, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"key {key!r}: expected at most {ffn.experts}, the experts there are; found {ffn.top_k}")
 
 
+#: Formats of weights that names of published checkpoints hold.
+_NAMED_FORMAT = re.compile(r"(?i)(?<![a-z0-9])(fp8|mxfp4|nvfp4|fp4|int8|int4|awq|gptq|w8a8|w4a16)(?![a-z0-9])")
+
+
+def _unsaid_formats(name: str, read: Reading) -> str:
+    """What to say of a name that holds a format of weights which the configuration does not say."""
+    named = _NAMED_FORMAT.search(name)
+    if named is None or read.quantization() is not None:
+        return ""
+    return (
+        f"the name says {named[1]}, and no 'quantization_config' (nor hf_quant_config.json beside it) does: published "
+        "weights are taken as 'torch_dtype' has them; say their formats by --precision"
+    )
+
+
 def read_config(
     config: Mapping[str, Any],
     *,
@@ -192,6 +208,8 @@ def read_config(
         spec = _architecture(read)
         if left:
             note = f"keys of the configuration that are not used, as no count depends on them: {', '.join(left)}"
+            spec = replace(spec, notes=(*spec.notes, note))
+        if note := _unsaid_formats(name, read):
             spec = replace(spec, notes=(*spec.notes, note))
         read.refuse_activations(group.layer for group in spec.groups)
         _refuse_impossible(spec, read.config)

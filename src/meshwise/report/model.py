@@ -9,6 +9,8 @@ from typing import Any
 from meshwise.core.dtypes import DType
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_count, format_flops, format_percent
+from meshwise.costs.compute import published_precision
+from meshwise.jobs.serving_precision import parse_serving_precision, quantised
 from meshwise.models import Model
 from meshwise.report.report import Report
 from meshwise.report.table import Columns, facts, picked, table, tabulate
@@ -105,6 +107,10 @@ def _facts(model: Model, seq_len: int, kv_dtype: DType) -> Iterator[tuple[str, s
     if cache.windowed_bytes_per_token(kv_dtype):
         yield "", format_bytes(cache.growing_bytes_per_token(kv_dtype)), "a token once every window is full"
     yield "weights", format_bytes(2.0 * count.total), "in bf16"
+    if model.quantization is not None and model.quantization.weights is not None:
+        formats = published_precision(model)
+        program = quantised(model.train_program(), parse_serving_precision(formats))
+        yield "", format_bytes(program.weight_bytes(DType.BF16.bytes)), f"as published: {formats}"
     if count.mtp:
         yield "extra", f"{count.mtp:,}", "parameters of multi-token prediction, not in the total"
 
