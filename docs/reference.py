@@ -47,6 +47,7 @@ _PLAN = {
     "plans[].choices.collective_matmul": "whether the compiler or the program runs collectives of `tensor` "
     "beside their products",
     "plans[].choices.expert_dispatch": "whether tokens are given to experts in slots, or ragged: as many as there are",
+    "plans[].choices.loss": "whether the head makes the logits of a microbatch at once, or chunk by chunk",
     "plans[].choices.schedule": "the order in which pipeline stages work through microbatches",
     "plans[].choices.virtual_stages": "pieces of the model that each pipeline stage holds",
     "plans[].choices.remat": "what is computed again in the backward pass",

@@ -44,6 +44,21 @@ def memory(*, on="h100:8", precision="bf16", sequences=8, tied=False, vocabulary
     return estimate_training(problem, Fabric.of(cluster), Layout(**layout, wires=wires)).memory
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_in_chunks_holds_the_logits_of_one(compiled):
+    large, of = 8 * V, {"sequences": 16, "micro_batch": 2, "remat": "full", "precision": "mixed", "compiled": compiled}
+    whole, chunked = (memory(fsdp=8, loss=loss, vocabulary=8 * V, **of) for loss in ("whole", "chunked"))
+    tokens, chunk = 2 * T, 2048
+    # From the first chunk to the last: residual, its norm, that norm's gradient, the losses', of all tokens; of a
+    # chunk, its logits and their gradient. Beside them the gathered weights and their gradient.
+    assert chunked["logits_and_loss"] == (3 * D + 1) * tokens * BF16 + 2 * chunk * large * BF16
+    stored = 0 if compiled else large * D * BF16 / 8
+    assert chunked["gathered_weights"] == pytest.approx(large * D * (FP32 + BF16) - stored)
+    assert whole["logits_and_loss"] > tokens * large * BF16
+    others = whole.keys() - {"logits_and_loss", "gathered_weights", "communication_buffers", "total"}
+    assert {name: whole[name] for name in others} == {name: chunked[name] for name in others}
+
+
 def test_parameters_are_the_published_number():
     assert PARAMETERS == 8_030_261_248
 

@@ -166,17 +166,18 @@ def test_torchtitan_adds_up(case):
 @pytest.mark.parametrize("case", cases_of("torchtitan"))
 def test_the_torchtitan_function_sets_a_configuration(case):
     """Run it, with stand-ins for torchtitan's classes that hold what they are given."""
-    _, done = handed(case, "torchtitan")
+    plan, done = handed(case, "torchtitan")
 
     class Holder:
         def __init__(self, **given):
             self.__dict__.update(given)
 
         @classmethod
-        def Config(cls):
-            return cls()
+        def Config(cls, **given):
+            return cls(**given)
 
-    names = dict.fromkeys(("CompileConfig", "ParallelismConfig", "TrainingConfig", "FullAC"), Holder)
+    configs = "CompileConfig", "ParallelismConfig", "TrainingConfig"
+    names = dict.fromkeys((*configs, "FullAC", "CrossEntropyLoss", "ChunkedLossWrapper"), Holder)
     tree = ast.parse(done.text)
     tree.body = [n for n in tree.body if not isinstance(n, ast.ImportFrom)]
     exec(compile(tree, "planned.py", "exec"), names)  # noqa: S102  (the text is under test)
@@ -184,6 +185,7 @@ def test_the_torchtitan_function_sets_a_configuration(case):
     assert names["planned"](config) is config
     assert config.training.steps == 7
     assert config.parallelism.tensor_parallel_degree >= 1
+    assert config.loss.global_vocab_size == plan.problem.model.vocab_size
 
 
 @pytest.mark.parametrize("case", cases_of("deepspeed"))

@@ -33,6 +33,7 @@ from tests.exports.tool_packages import (
     megatron_arguments,
     sglang_parser,
     torchtitan_configs,
+    torchtitan_losses,
 )
 
 pytestmark = pytest.mark.slow
@@ -81,6 +82,16 @@ def read_strictly(kind, given):
     return kind(**given)
 
 
+def one_loss(name, fields):
+    """Of a loss, whose own class needs torch: a configuration that takes its fields alone."""
+
+    def config(**given):
+        assert set(given) <= fields
+        return {"kind": name, **given}
+
+    return type(name, (), {"Config": staticmethod(config)})
+
+
 def test_torchtitan_makes_its_configuration():
     configs = torchtitan_configs()
     made = []
@@ -90,17 +101,19 @@ def test_torchtitan_makes_its_configuration():
 
         Config = dict
 
+    losses = {name: one_loss(name, set(own)) for name, own in torchtitan_losses().items()}
     for _, text in exported("torchtitan"):
         tree = ast.parse(text)
         tree.body = [n for n in tree.body if not isinstance(n, ast.ImportFrom)]
         names = {
             name: lambda name=name, **given: read_strictly(getattr(configs, name), given)
             for name in ("ParallelismConfig", "TrainingConfig", "CompileConfig")
-        } | {"FullAC": Policy}
+        } | {"FullAC": Policy, **losses}
         exec(compile(tree, "planned.py", "exec"), names)  # noqa: S102 -- the text is under test
         config = type("Config", (), {})()
         config.training = configs.TrainingConfig()
         made.append(names["planned"](config).parallelism)
+        assert config.loss["kind"] in losses
     assert {type(p).__name__ for p in made} == {"ParallelismConfig"}
     with pytest.raises(ValidationError):
         read_strictly(configs.ParallelismConfig, {"tensor_parallel_degree": "2"})

@@ -59,6 +59,7 @@ VARIED = {
         {"fsdp": 64, "remat": remat, "offload": ("activations",), "offload_layers": n}
         for n, remat in ((4, "none"), (3, "none"), (2, "none"), (3, "full"))
     ],
+    "loss": [{"fsdp": 64, "loss": way} for way in ("whole", "chunked")],
     "micro_batch": [{"fsdp": 64, "micro_batch": n} for n in (1, 2)],
     "num_microbatches": [{"fsdp": 64, "num_microbatches": n} for n in (1, 2)],
 }  # fmt: skip

@@ -21,6 +21,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.runtime.refusals import check_even, check_layout
+from meshwise.search.diagnosis import single_changes
 from meshwise.search.serving import ServingPlan
 from meshwise.sharding.layout import Layout, parse_layout
 
@@ -258,3 +259,28 @@ def test_our_own_runtime_takes_stages_of_equal_pieces_only():
         meshwise.estimate_train("D=64 F=128 L=3 N=4 V=512", layout="stage=2,schedule=1f1b", **asked)
     (even,) = meshwise.estimate_train("D=64 F=128 L=4 N=4 V=512", layout="stage=2,schedule=1f1b", **asked).plans
     assert even.layout.stage == 2
+
+
+def test_a_loss_in_chunks_is_planned_where_all_named_tools_have_it():
+    job = {"on": "rtx-4090:8", "batch_tokens": "256Ki", "seq_len": 8192}
+    found = {
+        tool: meshwise.plan_train("llama-3.2-3b", tool=tool, top=1, **job).plans[0]
+        for tool in ("meshwise", "torchtitan", "megatron", "torchtitan,megatron")
+    }
+    assert {tool: plan.layout.loss for tool, plan in found.items()} == {
+        "meshwise": "chunked", "torchtitan": "chunked", "megatron": "whole", "torchtitan,megatron": "whole",
+    }  # fmt: skip
+    best = found["meshwise"]
+    again = meshwise.estimate_train("llama-3.2-3b", tool="meshwise", layout=best.line, **job).plans[0]
+    assert (again.layout, again.estimate.memory) == (best.layout, best.estimate.memory)
+    whole = meshwise.plan_train("llama-3.2-3b", tool="meshwise", top=1, forbid="loss=chunked", **job).plans[0]
+    assert whole.layout.loss == "whole"
+    assert whole.estimate.step_time.expected > best.estimate.step_time.expected
+
+
+def test_a_layout_whose_logits_do_not_fit_is_offered_a_loss_in_chunks():
+    layout = "data=8,micro_batch=16,num_microbatches=1,remat=full"
+    job = {"on": "h100:8", "batch_tokens": "1Mi", "seq_len": 8192, "layout": layout}
+    asked = meshwise.estimate_train("gemma-3-1b", tool="meshwise", **job)
+    assert not asked.plans[0].estimate.fits
+    assert "loss=chunked" in [change.what for change in single_changes(asked.plans[0], most=20)]

@@ -7,6 +7,7 @@ stood in for by modules whose every name is one class that gives itself for what
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.machinery
@@ -130,6 +131,18 @@ def torchtitan_configs():
     """The module `torchtitan.config.configs`: its dataclasses of parallelism and training."""
     with _loading("torchtitan", ("torchtitan", "torchtitan.config"), ("torch",)):
         return importlib.import_module("torchtitan.config.configs")
+
+
+def torchtitan_losses():
+    """Fields of the configurations of torchtitan's losses, by class: read from the source, which needs torch."""
+    found = importlib.util.find_spec("torchtitan")
+    tree = ast.parse((Path(found.submodule_search_locations[0]) / "components" / "loss.py").read_text("utf-8"))
+    classes = {c.name: c for c in tree.body if isinstance(c, ast.ClassDef)}
+    return {
+        name: [field.target.id for config in classes[name].body if isinstance(config, ast.ClassDef)
+               for field in config.body if isinstance(field, ast.AnnAssign)]
+        for name in ("CrossEntropyLoss", "ChunkedLossWrapper")
+    }  # fmt: skip
 
 
 _MEGATRON = (

@@ -13,6 +13,7 @@ from meshwise.sharding.layout import (
     COLLECTIVE_MATMULS,
     CONTEXT_METHODS,
     EXPERT_DISPATCHES,
+    LOSSES,
     MESH_AXES,
     OFFLOADABLE,
     SCHEDULES,
@@ -45,6 +46,7 @@ def random_layout(choose: random.Random) -> Layout:
         context_method=choose.choice(CONTEXT_METHODS) if sizes["context"] > 1 else "gather",
         collective_matmul=choose.choice(COLLECTIVE_MATMULS) if sizes["tensor"] > 1 else "compiler",
         expert_dispatch=choose.choice(EXPERT_DISPATCHES),
+        loss=choose.choice(LOSSES),
         schedule=schedule,
         virtual_stages=choose.randint(1, 4) if schedule == "interleaved" else 1,
         remat=remat,
@@ -81,6 +83,7 @@ def test_json_has_every_field_by_name() -> None:
         "data": 2, "fsdp": 4, "expert": 1, "context": 1, "ulysses": 1, "tensor": 2, "stage": 1,
         "zero": 1, "fully_sharded": True, "sequence_parallel": True, "expert_tensor_parallel": True,
         "context_method": "gather", "collective_matmul": "compiler", "expert_dispatch": "auto",
+        "loss": "whole",
         "schedule": "1f1b", "virtual_stages": 1,
         "remat": "none", "remat_layers": None, "offload": [], "offload_layers": None,
         "micro_batch": 1, "num_microbatches": 1,
@@ -284,7 +287,7 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
             "wires=3",
             (
                 "unknown layout axis or choice 'wires'. Known: collective_matmul, context, context_method, data, "
-                "expert, expert_dispatch, expert_tensor_parallel, fsdp, fully_sharded, micro_batch, "
+                "expert, expert_dispatch, expert_tensor_parallel, fsdp, fully_sharded, loss, micro_batch, "
                 "num_microbatches, offload, offload_layers, remat, remat_layers, schedule, sequence_parallel, "
                 "stage, tensor, ulysses, virtual_stages, zero."
             ),

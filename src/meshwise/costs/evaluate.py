@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwise.core.tensors import Tensor
-from meshwise.costs.arithmetic import Num, is_one, maximum
+from meshwise.costs.arithmetic import Num, is_one, maximum, minimum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import OperationPrices, PassCompute
-from meshwise.costs.extents import Extents, WeightedSum
+from meshwise.costs.extents import CHUNK_AXIS, Extents, WeightedSum
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
 from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
@@ -24,6 +24,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.routing import expert_load
 from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
+from meshwise.sharding.layout import CHUNK_POSITIONS
 from meshwise.sharding.placed import Held, Purpose
 
 #: Purposes of what moves for the activations of a microbatch.
@@ -165,6 +166,9 @@ def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
         experts, chosen = bound["E"], bound["top_k"]
         scatter = (experts - chosen) / max(experts - 1, 1)  # a token's experts differ
         bound["C"] = bound["C"] * expert_load(problem.job, tokens * chosen, devices, scatter=scatter)
+    if structure.loss == "chunked":
+        positions = problem.job.seq_len / (sizes.context * sizes.ulysses)
+        bound[CHUNK_AXIS] = minimum(positions, maximum(CHUNK_POSITIONS / sizes.micro_batch, 1.0))
     return bound
 
 

@@ -27,6 +27,9 @@ WeightedSum = int
 #: here.
 NEVER_PADDED = ("B", "C")
 
+#: Axis of the positions of a chunk whose logits are made at a time; one device's own.
+CHUNK_AXIS = "chunk"
+
 T = TypeVar("T", bound=Hashable)
 
 

@@ -20,7 +20,7 @@ class LayoutChoices:
 
     Args:
         zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
-        collective_matmul: likewise.
+        collective_matmul, loss: likewise.
         partial_remat: whether only `Candidates.remat_share` of the layers follow `remat`; the others keep everything.
         offload: as in `Layout`; placing does not depend on it.
         exchanges: whether there is an axis `expert`, so that tokens leave for their experts from where the residual
@@ -37,6 +37,7 @@ class LayoutChoices:
     partial_remat: bool = False
     offload: tuple[str, ...] = ()
     collective_matmul: str = "compiler"
+    loss: str = "whole"
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutChoices:

@@ -27,7 +27,7 @@ from meshwise.costs.arithmetic import Num
 from meshwise.costs.extents import Distinct, Split, Symbols, WeightedSum, element_bytes
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.local_ops import LoweredOp, lower_op
-from meshwise.costs.memory_plan import MemoryPlan, UpdatePlan, memory_plan, update_plan
+from meshwise.costs.memory_plan import MemoryPlan, UpdatePlan, in_chunks, memory_plan, update_plan
 from meshwise.costs.pipeline import Part
 from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, CollectiveTemplate
 from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
@@ -63,7 +63,7 @@ class Symbolic:
         """One of `copies` in a training step."""
         if (copy, choices) not in self._training:
             placed = place_block(self.copies.values[copy], choices.strategy, remat_policy(choices.remat))
-            self._training[copy, choices] = LoweredTrainingBlock(placed, self)
+            self._training[copy, choices] = LoweredTrainingBlock(placed, self, chunked=choices.loss == "chunked")
         return self._training[copy, choices]
 
     def serving(self, copy: int, strategy: Strategy) -> LoweredServingBlock:
@@ -206,9 +206,11 @@ class LoweredTrainingBlock(LoweredBlock):
 
     Args:
         rest: whether it stands for the copies that a partial remat policy leaves out.
+        chunked: whether it is a head that makes its logits in chunks.
     """
 
     rest: bool = False
+    chunked: bool = False
 
     @_Part
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
@@ -240,7 +242,8 @@ class LoweredTrainingBlock(LoweredBlock):
     def memory(self) -> MemoryPlan:
         """What it holds."""
         assert self.of.optimizer is not None
-        return memory_plan(self.placed, self.of.symbols, self.of.precision, self.of.optimizer)
+        placed = in_chunks(self.placed) if self.chunked else self.placed
+        return memory_plan(placed, self.of.symbols, self.of.precision, self.of.optimizer)
 
     @_Part
     def update(self) -> UpdatePlan:
@@ -351,6 +354,7 @@ def _relevant_choices(choices: LayoutChoices, block: Block) -> LayoutChoices:
     return replace(
         choices,
         remat=choices.remat if block.role == "layer" else "none",
+        loss=choices.loss if block.role == "head" else "whole",
         expert_tensor_parallel=choices.expert_tensor_parallel or Route not in kinds,
         context_method=choices.context_method if Attention in kinds else "gather",
     )

@@ -7,13 +7,13 @@ Training state, activations, gathered weights; traffic and matmuls of the optimi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Lookup, Tensor
 from meshwise.costs.arithmetic import Num
-from meshwise.costs.extents import Extents, Split, Symbols, Volume, WeightedSum, element_bytes
+from meshwise.costs.extents import CHUNK_AXIS, Extents, Split, Symbols, Volume, WeightedSum, element_bytes
 from meshwise.jobs import Optimizer, Precision, newton_schulz_flops
 from meshwise.sharding import Collective, CollectiveKind, Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
@@ -103,6 +103,25 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
     )
 
 
+def in_chunks(placed: PlacedBlock) -> PlacedBlock:
+    """A head with logits of no more positions than a chunk has, one device's own."""
+
+    def cut(held: Held) -> Held:
+        axes = held.tensor.axes
+        if "V" not in axes or held.tensor.kind is not Kind.ACTIVATION:
+            return held
+        own = tuple(CHUNK_AXIS if a == "T" else a for a in axes)
+        splits = {a: s for a, s in zip(axes, held.sharding.splits, strict=True) if a != "T"}
+        return Held(replace(held.tensor, axes=own), Sharding.of(own, splits))
+
+    def one(item: LocalOp | Transfer) -> LocalOp | Transfer:
+        if not isinstance(item, LocalOp):
+            return item
+        return replace(item, inputs=tuple(map(cut, item.inputs)), output=cut(item.output))
+
+    return replace(placed, backward=tuple(map(one, placed.backward)), kept=tuple(map(cut, placed.kept)))
+
+
 def _compiled_workspace(placed: PlacedBlock) -> list[Held]:
     """What is made again and waits for a gradient, where what reads the result of an activation makes that itself."""
     gradients = [i for i in placed.backward if isinstance(i, LocalOp) and i.op.name not in placed.recomputed]
@@ -158,12 +177,15 @@ def _moments(
     """
     born: dict[Held, int] = dict.fromkeys(placed.kept, -1)
     dies: dict[Held, int] = {}
+    in_turn = [at for at, item in enumerate(placed.backward) if any(map(_in_chunk, (*_read(item), *_made(item))))]
     for at, item in enumerate(placed.backward):
+        # Of what goes chunk by chunk, all else is there from the first to the last.
+        begins, ends = (in_turn[0], in_turn[-1]) if at in in_turn else (at, at)
         for h in _read(item):
             born.setdefault(h, -1)
-            dies[h] = at
+            dies[h] = at if _in_chunk(h) else ends
         for h in _made(item):
-            born.setdefault(h, at)
+            born.setdefault(h, at if _in_chunk(h) else begins)
     moments: dict[Moment, None] = {}  # in order
     gathered = {h: -1 for h in placed.gathered if compiled and h in dies}
     for at in range(len(placed.backward)):
@@ -176,6 +198,10 @@ def _moments(
         weights = symbols.sum((symbols.held(h), element_bytes(h.tensor, precision)) for h in forward)
         moments[symbols.held_bytes(results[-1:], precision), weights] = None
     return _largest_moments(moments, symbols)
+
+
+def _in_chunk(held: Held) -> bool:
+    return CHUNK_AXIS in held.tensor.axes
 
 
 def _read(item: LocalOp | Transfer) -> tuple[Held, ...]:

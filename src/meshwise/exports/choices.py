@@ -34,6 +34,7 @@ _ANSWERED = {
     *("data", "fsdp", "expert", "context", "ulysses", "tensor", "stage", "zero", "fully_sharded"),
     *("sequence_parallel", "expert_tensor_parallel", "context_method", "schedule", "virtual_stages"),
     *("remat", "remat_layers", "offload", "offload_layers", "micro_batch", "num_microbatches", "wires"),
+    "loss",
 }
 
 #: Fields of a job that every target answers for, or that say nothing about how the model is trained.
@@ -319,6 +320,12 @@ OFFLOADS_ALL: Rule[Choices] = Rule(
 REMAT_OF_ALL: Rule[Choices] = Rule(
     lambda c: c.remat_layers is not None,
     "remat_layers={c.remat_layers}", "one policy is for all layers", "all layers",
+)  # fmt: skip
+
+#: Of tools that have no loss in chunks, or make their logits again for the backward pass.
+LOGITS_AT_ONCE: Rule[Choices] = Rule(
+    lambda c: c.layout.loss != "whole",
+    "loss={c.layout.loss}", "logits of a microbatch are made at once", "loss=whole",
 )  # fmt: skip
 
 #: Of tools where Ulysses goes with a ring.

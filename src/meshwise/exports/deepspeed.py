@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwise.exports.choices import HOST_UPDATE, OFFLOADS_ALL, Choices, header_lines
+from meshwise.exports.choices import HOST_UPDATE, LOGITS_AT_ONCE, OFFLOADS_ALL, Choices, header_lines
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.overlapping import Overlap
 
@@ -42,6 +42,7 @@ _AUTOEP = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", 
 
 #: What DeepSpeed cannot do.
 RULES: tuple[Rule[Choices], ...] = (
+    LOGITS_AT_ONCE,
     Rule(
         lambda c: c.leaves_axes_out & (c.layout.fsdp > 1),
         "fully_sharded=off with fsdp", "ZeRO-3 shares weights out over all ranks that see other tokens",

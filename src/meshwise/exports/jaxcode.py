@@ -17,6 +17,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Block, Kind, Sizes
 from meshwise.exports.choices import (
     JAX_CHIPS,
+    LOGITS_AT_ONCE,
     OFFLOADS_ALL,
     SHARED_CHIPS,
     XLA_OVERLAP,
@@ -316,6 +317,7 @@ OVERLAP = XLA_OVERLAP
 
 #: What is no sharding.
 RULES: tuple[Rule[Choices], ...] = (
+    LOGITS_AT_ONCE,
     SHARED_CHIPS,
     JAX_CHIPS,
     Rule(

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwise.exports.choices import (
     JAX_CHIPS,
+    LOGITS_AT_ONCE,
     MTP_NOTE,
     OFFLOADS_ALL,
     ONE_COPY,
@@ -186,6 +187,7 @@ OVERLAP = XLA_OVERLAP
 
 #: What the overrides cannot say.
 RULES: tuple[Rule[Choices], ...] = (
+    LOGITS_AT_ONCE,
     JAX_CHIPS,
     SHARED_CHIPS,
     Rule(

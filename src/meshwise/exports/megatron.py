@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.choices import HOST_UPDATE, RING_WITH_ULYSSES, Choices, commented, header_lines
+from meshwise.exports.choices import HOST_UPDATE, LOGITS_AT_ONCE, RING_WITH_ULYSSES, Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.megatron_model import model_arguments
 from meshwise.exports.overlapping import Overlap
@@ -53,6 +53,7 @@ OVERLAP = Overlap(
 
 #: What the arguments cannot say.
 RULES: tuple[Rule[Choices], ...] = (
+    LOGITS_AT_ONCE,
     Rule(
         lambda c: (c.mixture and not c.layout.sequence_parallel) & (c.layout.tensor > 1),
         "sequence_parallel=off", "experts with tensor parallelism need it", "sequence_parallel=on",

@@ -7,6 +7,7 @@ Not here: the model's own configuration, data, learning rate and checkpoints, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshwise.exports.choices import (
 )
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.overlapping import Overlap
+from meshwise.sharding.layout import CHUNK_POSITIONS
 
 TITLE = "torchtitan"
 VERSION = "release 0.3.0"
@@ -129,13 +131,14 @@ def torchtitan(choices: Choices, refusals: Refusals) -> Exported:
         notes.append(HOST_UPDATE)
     recompute = choices.layout.remat != "none"
     choices.optimizer_in({"adamw": "AdamW"}, refusals, "its containers run Adam and AdamW")
-    model = choices.model
+    model, loss = choices.model, _loss(choices, notes)
     notes.append(
         f"the configuration that it is given must be of this model: {model.num_layers} layers, width {model.d_model}, "
         f"vocabulary {model.vocab_size}"
     )
     header = commented([*header_lines(choices, TITLE, VERSION, notes), "use: config = planned(llama3_70b())"])
-    imports = "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig\n"
+    imports = f"from torchtitan.components.loss import {_LOSSES[choices.layout.loss]}\n"
+    imports += "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig\n"
     imports += "from torchtitan.distributed.activation_checkpoint import FullAC\n" if recompute else ""
     text = (
         f"{header}{imports}\n\ndef planned(config):\n"
@@ -144,9 +147,25 @@ def torchtitan(choices: Choices, refusals: Refusals) -> Exported:
         f"    config.training = {_call('TrainingConfig', training, keep=['steps', 'max_norm'])}\n"
         f"    config.activation_checkpoint = {'FullAC.Config()' if recompute else None}\n"
         f"    config.compile = {_call('CompileConfig', _compiled(choices))}\n"
+        f"    config.loss = {loss}\n"
         "    return config\n"
     )
     return Exported("torchtitan", TITLE, VERSION, "planned.py", text, tuple(notes))
+
+
+#: Loss -> what it is made of.
+_LOSSES = {"whole": "CrossEntropyLoss", "chunked": "ChunkedLossWrapper, CrossEntropyLoss"}
+
+
+def _loss(choices: Choices, notes: list[str]) -> str:
+    """The loss; in as many chunks as make them as small as planned."""
+    loss = f"CrossEntropyLoss.Config(global_vocab_size={choices.model.vocab_size})"
+    if choices.layout.loss == "whole":
+        return loss
+    if choices.layout.fsdp > 1:
+        notes.append("the head's gradient is scattered after each chunk of the loss, which the plan does once")
+    chunks = math.ceil(choices.layout.micro_batch * choices.seq_len / choices.layout.context / CHUNK_POSITIONS)
+    return f"ChunkedLossWrapper.Config(num_chunks={chunks}, loss_fn={loss})"
 
 
 def _call(name: str, arguments: Mapping[str, Any], keep: list[str] | None = None) -> str:

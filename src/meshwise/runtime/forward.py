@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 from meshwise.runtime.attention_placed import attend_placed
+from meshwise.runtime.chunked_loss import ChunkedLoss, chunked_ops
 from meshwise.runtime.kernels.masks import Masks
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
@@ -60,9 +61,10 @@ class _Walk:
         return self.copies[t.name, wanted]
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Execute operations in order; those between a dispatch and its combination as one."""
+        """Execute operations in order; as one those between a dispatch and its combination, and a loss in chunks."""
         routed: list[Op] = []
-        for op in ops:
+        last = chunked_ops(ops) if self.around.loss == "chunked" else ()
+        for op in ops[: len(ops) - len(last)]:
             if not routed and not isinstance(op, Route):
                 self._run_one(op)
                 continue
@@ -70,6 +72,14 @@ class _Walk:
             if isinstance(op, Route) and op.combine:
                 self._run_experts(routed)
                 routed = []
+        if last:
+            self._run_loss(ChunkedLoss(last, self.placement, self.around))
+
+    def _run_loss(self, loss: ChunkedLoss) -> None:
+        stream, labels = loss.product.inputs[0].name, loss.ops[-1].inputs[-1].name
+        weights = [self.bring(t, at) for t, at in loss.weights]
+        made = loss.run(self.arrays[stream], self.held[stream], self.arrays[labels], weights)
+        self._keep(loss.ops[-1], made, loss.tokens)
 
     def _run_experts(self, ops: Sequence[Op]) -> None:
         kind = RaggedExperts if self.around.expert_dispatch == "ragged" else Experts

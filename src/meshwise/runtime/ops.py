@@ -37,7 +37,7 @@ class Surroundings:
         activations: format of activations, to which weights are brought as they are read.
         sizes: of the program's axes.
         capacity: slots of an expert over the mean, or None where none may be dropped.
-        collective_matmul, expert_dispatch: as in `Layout`.
+        collective_matmul, expert_dispatch, loss: as in `Layout`.
         block, positions: the block that is run, and the positions of its tokens [T].
         latent_rope: width of the part that latent attention rotates, or None.
         recomputed: names of the operations that the backward pass runs again.
@@ -51,6 +51,7 @@ class Surroundings:
     capacity: float | None = None
     collective_matmul: str = "compiler"
     expert_dispatch: str = "slots"
+    loss: str = "whole"
     block: str = ""
     positions: Any = None
     latent_rope: int | None = None

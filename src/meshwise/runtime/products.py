@@ -48,7 +48,7 @@ class PlacedProducts:
         ops, first = products.ops, products.ops[0]
         axes = [a for op in ops for a in op.axes]
         self.letter = _letters(axes)[products.along]  # of the rows by which pieces go round
-        self.equations = tuple(Equation(*_subscripts(op, axes), op.name) for op in ops)
+        self.equations = tuple(Equation(*subscripts(op, axes), op.name) for op in ops)
         self.whole = placement.at(first, first.inputs[0])
         self.input = self._by_rows(first.inputs[0]) if self.form is Form.GATHER else self.whole
         self.weights = tuple(placement.at(op, op.inputs[1]) for op in ops)
@@ -139,7 +139,7 @@ class PlacedProducts:
         return self.placement.add_up(gradient, self.weights[number], back, others)
 
 
-def _subscripts(op: Einsum, axes: Iterable[str]) -> tuple[str, str, str]:
+def subscripts(op: Einsum, axes: Iterable[str]) -> tuple[str, str, str]:
     """Einsum letters of both inputs and of the output, given out in the order of `axes`."""
     letters = _letters(axes)
     first, second, out = ("".join(letters[a] for a in t.axes) for t in op.tensors)
@@ -152,7 +152,7 @@ def _letters(axes: Iterable[str]) -> dict[str, str]:
 
 def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched, *, wide: bool = False) -> jax.Array:
     """Multiply two arrays over the named axes of an operation; `wide`: into fp32."""
-    first, second, out = letters = _subscripts(op, op.axes)
+    first, second, out = letters = subscripts(op, op.axes)
     if isinstance(right, Watched):
         return product(letters, left, right)
     return jnp.einsum(f"{first},{second}->{out}", left, right, preferred_element_type=jnp.float32 if wide else None)
@@ -187,7 +187,7 @@ def multiply(
     """
     if placement.mesh.size == 1 or op.inputs[1].kind is not Kind.WEIGHT:
         return named_einsum(op, x, w)
-    left, right, out = letters = _subscripts(op, op.axes)
+    left, right, out = letters = subscripts(op, op.axes)
     held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)
     partial = [m for s in splits.values() for m in s if m not in held.splitting_axes]
 

@@ -258,6 +258,7 @@ def train_step(
         expert_dispatch=layout.dispatch(
             dropless=job.capacity_factor is None, nvidia=placement.platform in ("gpu", "cuda")
         ),
+        loss=layout.loss,
     )
     in_rounds = layout.stage > 1 and layout.schedule == "gpipe"
     stack = Stack(program, around, segments, placement, remat_policy(layout.remat), rounds=in_rounds)

@@ -56,7 +56,11 @@ def linear(apply: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Call
 
 
 def with_gradient(
-    forward: Callable[..., tuple[Any, Any]], backward: Callable[..., tuple[Any, ...]], x: Any, *weights: Any
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., tuple[Any, ...]],
+    x: Any,
+    *weights: Any,
+    alone: Callable[..., Any] | None = None,
 ) -> Any:
     """Apply a function of activations and weights with gradients of our own; watched weights get theirs in sinks.
 
@@ -66,6 +70,7 @@ def with_gradient(
             activations and of each weight.
         x: activations, a tree of arrays.
         weights: each an array or `Watched`.
+        alone: (activations, *values of weights) -> result, where no gradient is asked for; else `forward` makes it.
 
     Returns: the result.
     """
@@ -79,7 +84,7 @@ def with_gradient(
         d_values = tuple(d if s is None else jnp.zeros(v.shape, v.dtype) for v, s, d in watched)
         return d_x, d_values, tuple(None if s is None else d for _, s, d in watched)
 
-    function = jax.custom_vjp(lambda x, values, _: forward(x, *values)[0])
+    function = jax.custom_vjp(lambda x, values, _: forward(x, *values)[0] if alone is None else alone(x, *values))
     function.defvjp(lambda x, values, _: forward(x, *values), back)
     return function(x, values, sinks)
 

@@ -259,6 +259,7 @@ class Choices:
         collective_matmul: as in `Layout`; tried where it is asked for, as what compilers do by themselves depends on
             their version.
         expert_dispatch: as in `Layout`, which plans price alike.
+        loss: as in `Layout`; in chunks, which takes less memory and no more time, where all tools can.
     """
 
     remat: tuple[str, ...] = tuple(REMAT_POLICIES)
@@ -274,6 +275,7 @@ class Choices:
     sequence_parallel: bool = True
     collective_matmul: str = "compiler"
     expert_dispatch: str = "auto"
+    loss: tuple[str, ...] = ("whole",)
 
     @property
     def usual(self) -> Choices:
@@ -330,7 +332,7 @@ class ComputeVariant:
     @property
     def layout_choices(self) -> dict[str, object]:
         """The choices that all of them share, as `Layout` names them."""
-        names = "remat", "sequence_parallel", "expert_tensor_parallel", "context_method", "collective_matmul"
+        names = "remat", "sequence_parallel", "expert_tensor_parallel", "context_method", "collective_matmul", "loss"
         shared = {name: getattr(self.own, name) for name in names}
         return shared | {"remat_layers": self.remat_layers, "expert_dispatch": self.asked.expert_dispatch}
 
@@ -360,8 +362,8 @@ def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]
     found = []
     ways = asked.expert_tensor_parallel
     # Those that differ in remat alone follow one another: they share the prices of their operations.
-    each = itertools.product(ways, asked.context_method, (False, True), asked.remats(model.num_layers))
-    for expert_tensor, method, exchanges, (remat, layers) in each:
+    each = itertools.product(ways, asked.context_method, (False, True), asked.loss, asked.remats(model.num_layers))
+    for expert_tensor, method, exchanges, loss, (remat, layers) in each:
         if (exchanges and not mixture) or not (expert_tensor or asked.sequence_parallel):
             continue
         own = LayoutChoices(
@@ -374,6 +376,7 @@ def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]
             exchanges=exchanges,
             partial_remat=layers is not None,
             collective_matmul=asked.collective_matmul,
+            loss=loss,
         )
         stages, sharings = dict.fromkeys((0, *asked.zero)), dict.fromkeys((True, *asked.fully_sharded))
         stored = tuple(replace(own, zero=z, fully_sharded=f) for z, f in itertools.product(stages, sharings))

@@ -158,6 +158,8 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object]]:
             yield "virtual_stages", 2 * layout.virtual_stages
     if layout.context > 1:
         yield "context_method", "ring" if layout.context_method == "gather" else "gather"
+    if layout.loss == "whole":
+        yield "loss", "chunked"
     yield "micro_batch", 2 * layout.micro_batch
     if layout.micro_batch % 2 == 0:
         yield "micro_batch", layout.micro_batch // 2

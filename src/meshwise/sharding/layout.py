@@ -30,6 +30,13 @@ COLLECTIVE_MATMULS = ("compiler", "unidirectional", "bidirectional")
 #: of both where the program runs (`Layout.dispatch`).
 EXPERT_DISPATCHES = ("auto", "slots", "ragged")
 
+#: How the head makes its logits: all of a microbatch, or those of a chunk of positions, whose gradients follow at once.
+LOSSES = ("whole", "chunked")
+
+#: Positions of a chunk on one device. A gradient of the head's weights is added up in fp32, read and written for each
+#: chunk, 8 bytes an element: 2 x 2,048 / 8 = 512 FLOPs a byte keep the matrix units of most chips busy.
+CHUNK_POSITIONS = 2048
+
 #: Orders in which pipeline stages work through microbatches; `costs.schedules` prices them.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 
@@ -58,6 +65,7 @@ FIELDS = LayoutFields(
         "context_method": ("context method", CONTEXT_METHODS),
         "collective_matmul": ("collective matmul", COLLECTIVE_MATMULS),
         "expert_dispatch": ("expert dispatch", EXPERT_DISPATCHES),
+        "loss": ("loss", LOSSES),
         "schedule": ("pipeline schedule", SCHEDULES),
     },
     texts=("remat", "offload"),
@@ -85,6 +93,7 @@ class Layout(MeshLayout):
         context_method: one of CONTEXT_METHODS.
         collective_matmul: of the tensor axis, one of COLLECTIVE_MATMULS.
         expert_dispatch: one of EXPERT_DISPATCHES; what is executed: plans price the tokens themselves.
+        loss: how logits are made, one of LOSSES.
         schedule, virtual_stages: of the pipeline, one of SCHEDULES; pieces of the model that each stage holds.
         remat: what is computed again in the backward pass; see `sharding.remat`.
         remat_layers: how many layers do so, the others keep everything; None for all.
@@ -114,6 +123,7 @@ class Layout(MeshLayout):
     context_method: str = "gather"
     collective_matmul: str = "compiler"
     expert_dispatch: str = "auto"
+    loss: str = "whole"
     schedule: str = "1f1b"
     virtual_stages: int = 1
     remat: str = "full"
@@ -222,6 +232,7 @@ class Layout(MeshLayout):
                 "context_method": self.context > 1,
                 "collective_matmul": self.tensor > 1,
                 "expert_dispatch": True,
+                "loss": True,
                 "schedule": self.stage > 1,
                 "virtual_stages": True,
                 **dict.fromkeys(("micro_batch", "num_microbatches", "remat", "remat_layers"), True),
@@ -329,6 +340,7 @@ def choice_list(layout: Layout) -> list[str]:
         "ring": layout.context > 1 and layout.context_method == "ring",
         "whole experts": layout.tensor > 1 and not layout.expert_tensor_parallel,
         f"offload={'+'.join(layout.offload)}": layout.offload,
+        "chunked loss": layout.loss == "chunked",
         f"remat={layout.remat}{layers}": True,
     }
     number = layout.num_microbatches
