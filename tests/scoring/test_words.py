@@ -280,3 +280,45 @@ def test_a_loss_in_chunks_holds_few_logits():
     assert chunked.memory["logits_and_loss"] == 2 * 2**30
     assert chunked.expected == pytest.approx(plain.expected - plain.memory["logits_and_loss"] + 2 * 2**30)
     assert "chunks" in " ".join(chunked.scenario.assumed)
+
+
+PIPELINE = {"n_chips": 64, "tp": 4, "pp": 4, "dp": 4, "micro_batch": 1, "global_batch_seqs": 64, "dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "schedule", "pieces"),
+    [
+        ({"vpp": 5}, "interleaved", 5),
+        ({"notes": "1F1B (non-interleaved)"}, "1f1b", 1),
+        ({"notes": "GPipe"}, "gpipe", 1),
+        ({"software": "Megatron-LM + zero bubble (ZB-H1)"}, "zb-h1", 1),
+        ({"notes": "ZBV schedule", "vpp": 2}, "zb-v", 1),
+        ({"software": "HAI-LLM with DualPipe"}, "dualpipe", 1),
+        ({"notes": "DualPipeV", "vpp": 2}, "dualpipe-v", 1),
+        ({"notes": "interleaved zero bubble", "vpp": 5}, "interleaved", 5),
+    ],
+)
+def test_orders_of_a_pipeline(cells, schedule, pieces):
+    choices = build_scenario(run(**(PIPELINE | {"software": "Megatron-LM"} | cells))).layout.choices
+    assert (choices["schedule"], choices["virtual_stages"]) == (schedule, pieces)
+
+
+def test_what_a_schedule_cannot_run_is_refused_by_its_own_reason():
+    with pytest.raises(MeshwiseError, match="6 microbatches do not divide by 4 stages"):
+        build_scenario(run(**(PIPELINE | {"vpp": 5, "global_batch_seqs": 24})))
+
+
+@pytest.mark.parametrize(
+    ("cells", "axis", "method"),
+    [
+        ({}, "context", "ring"),
+        ({"notes": "all-gather CP"}, "context", "gather"),
+        ({"notes": "cp_comm_type=all_gather"}, "context", "gather"),
+        ({"software": "DeepSpeed Ulysses"}, "ulysses", None),
+        ({"notes": "cp_comm_type=a2a"}, "ulysses", None),
+        ({"chip": "v5p", "software": "MaxText"}, "context", "gather"),
+    ],
+)
+def test_how_positions_are_split(cells, axis, method):
+    layout = build_scenario(run(**({"n_chips": 8, "cp": 4, "dp": 2, "software": "Megatron-LM"} | cells))).layout
+    assert (layout.sizes[axis], layout.choices.get("context_method")) == (4, method)

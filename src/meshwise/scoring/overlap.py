@@ -20,7 +20,7 @@ _TRAFFIC = {
     "pipeline": (r"pipeline\w*|sends?", r"overlap[-_ ]p2p[-_ ]comm(?:unication)?"),
     "gradients": (r"gradients?|data\w*", r"overlap[-_ ]grad[-_ ]reduce"),
     "weights": (r"weights?|params?", r"overlap[-_ ]param[-_ ]gather"),
-    "experts": (r"experts?", r"overlap[-_ ]moe[-_ ]expert[-_ ]parallel[-_ ]comm|dualpipe"),
+    "experts": (r"experts?", r"overlap[-_ ]moe[-_ ]expert[-_ ]parallel[-_ ]comm"),
 }
 
 _OFF = r"off|false|0|no|late|exposed|disabled"

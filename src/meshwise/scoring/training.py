@@ -18,16 +18,18 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Estimate, evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
+from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.schedules import find_schedule
 from meshwise.costs.spread import likely_interval
-from meshwise.hardware import Cluster
+from meshwise.hardware import Chip, Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.scoring.formats import precision_of
 from meshwise.scoring.overlap import as_run
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
 from meshwise.scoring.recompute import names_origin, read_recompute
-from meshwise.scoring.rows import TrainingRun, measured_bytes, measured_seconds
+from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import Scenario, cluster_of, model_of
 from meshwise.scoring.sharing import read_sharing
 from meshwise.scoring.software import UNKNOWN, calibration_of
@@ -137,17 +139,47 @@ def _layout(run: TrainingRun, model: Model, cluster: Cluster) -> tuple[dict[str,
     if tp > 1:
         choices["sequence_parallel"] = run.sp is None or run.sp > 1
     if cp > 1:
-        choices["context_method"] = "gather" if chip.vendor == "google" else "ring"  # MaxText gathers keys and values
+        _read_context(run, chip, sizes, choices)
     if pp > 1:
-        choices["schedule"] = "interleaved" if (run.vpp or 1) > 1 else "1f1b"
-        choices["virtual_stages"] = run.vpp or 1
+        pieces = run.vpp or 1
+        named = first_match(_SCHEDULES if pieces <= _MOST_FOLDED else _GPIPE, run.words)
+        choices["schedule"] = named or ("interleaved" if pieces > 1 else "1f1b")
+        choices["virtual_stages"] = 1 if named else pieces
     read_recompute(run, model, choices, notes)
     _microbatches(run, micro_batch, sizes, choices)
+    if pp > 1 and "num_microbatches" in choices:
+        shape = PipelineShape(pp, choices["num_microbatches"], choices["virtual_stages"])
+        if reason := find_schedule(choices["schedule"]).why_not(shape):
+            raise MeshwiseError(reason)
     if "tokendrop" in run.words:
         notes.append("tokens beyond an expert's capacity are dropped: taken as balanced")
     if re.search(r"\b(?:w/|with) mtp\b", run.words):
         notes.append("layers that predict further tokens (MTP) are not counted")
     return sizes, choices, notes
+
+
+#: A source's words for the order of a pipeline's work -> schedule; others are 1F1B, interleaved where vpp says so.
+_GPIPE = ((r"gpipe", "gpipe"),)
+_SCHEDULES = (
+    (r"dual-?pipe-?v\b", "dualpipe-v"), (r"dual-?pipe", "dualpipe"), (r"\bzb-?v|v-schedule", "zb-v"),
+    (r"\bzb-?h1\b|zero[- ]?bubble", "zb-h1"), *_GPIPE,
+)  # fmt: skip
+
+#: Pieces on a stage that a row may give to schedules which fold the model; more of them are interleaved.
+_MOST_FOLDED = 2
+
+#: Words for the exchange of heads of DeepSpeed-Ulysses, and for gathers of keys and values.
+_ULYSSES = r"ulysses|cp_comm_type[ =:]+a2a\b"
+_GATHERED = r"all-?gather[- ](?:based )?(?:cp\b|context)|cp_comm_type[ =:]+all_?gather"
+
+
+def _read_context(run: TrainingRun, chip: Chip, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+    """How positions are split: as the words say, else MaxText gathers keys and values, and others send them round."""
+    if re.search(_ULYSSES, run.words):
+        sizes |= {"ulysses": sizes["context"], "context": 1}
+        return
+    gathers = chip.vendor == "google" or re.search(_GATHERED, run.words) is not None
+    choices["context_method"] = "gather" if gathers else "ring"
 
 
 def _as_chips(run: TrainingRun, tp: int, dp: int, devices: int) -> tuple[int, int, int | None]:
