@@ -7,7 +7,7 @@ from meshwise.hardware.cluster_file import TEMPLATE
 from meshwise.scoring import Refusal, TrainingRun, predict_training, read_rows, score_training
 from meshwise.scoring.formats import precision_of
 from meshwise.scoring.rows import parse_mode
-from meshwise.scoring.scenario import model_of
+from meshwise.scoring.scenario import model_of, node_bandwidth
 from meshwise.scoring.training import build_scenario
 
 BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
@@ -238,12 +238,15 @@ def test_recipes_of_formats(cells, precision):
         ({"dispatcher": "alltoall"}, "distinct_dispatch", False),
         ({"notes": "moe_token_dispatcher_type=alltoall"}, "distinct_dispatch", False),
         ({"notes": "flex dispatcher, DeepEP"}, "distinct_dispatch", True),
+        ({"software": "torchtitan, CUDA graphs"}, "gap", 2e-6),
+        ({"software": "NeMo 24.07, CUDA graphs"}, "gap", 1.9e-6),
+        ({"software": "torchtitan without CUDA graphs"}, "gap", 7.9e-6),
     ],
 )
 def test_traffic_that_a_row_says_is_hidden_or_not(cells, field, value):
     cells = {"software": "NeMo 24.07"} | cells
     assert getattr(build_scenario(run(**cells)).problem.calibration, field) == value
-    as_asked = build_scenario(run(**cells), "fitted+megatron").problem.calibration
+    as_asked = build_scenario(run(**cells), "fitted+megatron").problem.calibration  # by whoever scores
     assert as_asked == build_scenario(run(software="NeMo 24.07"), "fitted+megatron").problem.calibration
 
 
@@ -322,3 +325,37 @@ def test_what_a_schedule_cannot_run_is_refused_by_its_own_reason():
 def test_how_positions_are_split(cells, axis, method):
     layout = build_scenario(run(**({"n_chips": 8, "cp": 4, "dp": 2, "software": "Megatron-LM"} | cells))).layout
     assert (layout.sizes[axis], layout.choices.get("context_method")) == (4, method)
+
+
+@pytest.mark.parametrize(
+    ("cells", "calibration"),
+    [
+        ({"software": "Megatron-LM", "year": 2023, "chip": "a100-sxm-80gb"}, "fitted+megatron-2021"),
+        ({"software": "Megatron-LM", "year": 2023, "chip": "a100-sxm-80gb", "notes": "FlashAttention"}, "fitted"),
+        ({"software": "NeMo 23.08", "year": 2023}, "fitted"),
+        ({"software": "metaseq", "year": 2022, "chip": "a100-sxm-80gb"}, "fitted+megatron-2021"),
+        ({"software": "Hugging Face accelerate", "year": 2022, "chip": "a100-sxm-80gb"}, "fitted+eager-2023"),
+        ({"software": "EasyLM"}, "fitted+xla"),
+    ],
+)
+def test_what_software_of_a_year_was(cells, calibration):
+    assert build_scenario(run(**cells)).problem.calibration.name == calibration
+
+
+@pytest.mark.parametrize(
+    ("words", "gb_per_s"),
+    [
+        ("EFA 3200 Gbps per node", 400),
+        ("3.2 Tb/s InfiniBand per node", 400),
+        ("400 Gb/s per GPU, NVLink 900 GB/s", 400),
+        ("A100 40GB, 400 Gb/s per node (EFA)", 50),
+        ("A3 Mega (1,800 Gbps per node)", 225),
+        ("A100 (1600 Gbps RoCE)", 200),
+        ("8 x ConnectX-7 400 Gb/s", 400),
+        ("A100 (100 Gb/s Ethernet)", None),
+        ("H100 96GB SXM (500 W, HBM2e 2.4 TB/s, 8 per node)", None),
+    ],
+)
+def test_networks_as_sources_write_them(words, gb_per_s):
+    found = node_bandwidth(words)
+    assert found == (gb_per_s and pytest.approx(gb_per_s * 1e9))

@@ -1,4 +1,4 @@
-"""What a training row says of traffic: which hides behind compute, and how tokens are sent to experts.
+"""What a training row says of traffic (which hides, how tokens are sent to experts), and of graphs of kernels.
 
 Words of its own (`overlap`, `dispatcher`), and the options of Megatron-LM and PyTorch in `software` and `notes`. Not
 here: what generations of software do where a row does not say (`costs.fitted`).
@@ -13,6 +13,7 @@ from dataclasses import replace
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.scoring.rows import TrainingRun, first_match
+from meshwise.scoring.software import GRAPHS, says
 
 #: Traffic -> its name in the column `overlap`, and what options of tools call it.
 _TRAFFIC = {
@@ -33,14 +34,20 @@ _DISPATCHERS = (
 )
 
 
+#: Seconds between kernels of a CUDA graph: of five engines of serving, 2 us within 7 % (docs/serving-accuracy.md).
+_GRAPH_GAP = 2e-6
+
+
 def as_run(calibration: Calibration, run: TrainingRun) -> Calibration:
-    """The calibration with the overlap and the dispatcher that the row names.
+    """The calibration with the overlap, the dispatcher and the graphs of kernels that the row names.
 
     Raises:
         MeshwiseError: words of `overlap` or `dispatcher` without a meaning here.
     """
     for traffic, hidden in _said(run):
         calibration = _with(calibration, traffic, hidden=hidden)
+    if says(GRAPHS, f"{run.software} {run.notes}".lower()):
+        calibration = replace(calibration, gap=min(calibration.gap, _GRAPH_GAP), mixture_launch=0.0)
     once = first_match(_DISPATCHERS, run.dispatcher.lower() or _dispatcher(run))
     if once is None and run.dispatcher:
         raise MeshwiseError(f"dispatcher {run.dispatcher!r} is not understood; expected alltoall, deepep or hybridep")

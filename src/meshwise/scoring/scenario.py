@@ -234,7 +234,7 @@ def cluster_of(run: Row) -> tuple[Cluster, tuple[str, ...]]:
         text = f"{chip.name}:{run.n_chips // slices}" + (f"*{slices}" if slices > 1 else "")
         return parse_cluster(text).replace(chip=chip), (*notes, *changed)
     node = math.prod(level.degree for level in chip.scale_up)
-    bandwidth = node_bandwidth(run.hardware)
+    bandwidth = node_bandwidth(run.hardware, chip.chips_per_host)
     if run.n_chips <= node or bandwidth is None:
         beyond = (f"network between nodes: the usual one of {chip.title}",) if run.n_chips > node else ()
         return parse_cluster(f"{chip.name}:{run.n_chips}").replace(chip=chip), (*beyond, *changed)
@@ -279,21 +279,40 @@ def as_described(chip: Chip, words: str) -> tuple[Chip, tuple[str, ...]]:
 _OTHER = 0.1
 
 
-def node_bandwidth(words: str) -> float | None:
+#: A rate in bits, as sources write it, and what may stand before the thing that it is of.
+_BITS = r"([\d,.]*\d)\s*([GT])b(?:it)?(?:ps|/s)\b[^,;)]{0,24}?"
+
+#: Bits/s above which a rate that says neither of what is that of a node: ports have 800 Gb/s at most.
+_PORT = 800e9
+
+
+def node_bandwidth(words: str, chips: int = 8) -> float | None:
     """Bytes/s, one way, that a node of GPUs has to others, as a source puts it; None where it says nothing.
 
     Of Omni-Path, what NCCL has of it.
 
-    >>> node_bandwidth("A100 SXM (8 per node, 4x InfiniBand 100)"), node_bandwidth("1600 Gb/s RoCE per node")
+    >>> node_bandwidth("A100 SXM (8 per node, 4x InfiniBand 100)"), node_bandwidth("1600 Gbps RoCE")
     (50000000000.0, 200000000000.0)
     >>> node_bandwidth("8x HDR200 IB per node"), node_bandwidth("H100 80GB SXM")
     (200000000000.0, None)
+    >>> node_bandwidth("EFA, 3.2 Tb/s per node"), node_bandwidth("400 Gb/s per GPU, NVLink 900 GB/s")
+    (400000000000.0, 400000000000.0)
+
+    Args:
+        words: of the source.
+        chips: of a node.
     """
-    if found := re.search(r"(\d+)\s*x\s*(?:[A-Za-z -]*)(\d{2,3})(?:\s*Gb/s)?(?![\d.]*\s*GB)", words):
+    if found := re.search(r"(\d+)\s*x\s*(?:ConnectX-\d|[A-Za-z -]*)\s*(\d{2,3})(?:\s*Gb/s)?(?![\d.]*\s*GB)", words):
         share = _OMNI_PATH if "omni-path" in words.lower() else 1.0
         return share * int(found[1]) * int(found[2]) * 1e9 / 8
-    if found := re.search(r"([\d,]+)\s*Gb(?:it)?/s\s*(?:[A-Za-z]*\s*)per node", words):
-        return float(found[1].replace(",", "")) * 1e9 / 8
+    for found in re.finditer(
+        rf"{_BITS}[^,;)]{{0,24}}?(?:(?:per|an?|each|/) ?(node|host|server|GPU|chip)|$|[,;)])", words
+    ):
+        rate = float(found[1].replace(",", "")) * {"G": 1e9, "T": 1e12}[found[2]] / 8
+        if found[3] in ("GPU", "chip"):
+            return rate * chips
+        if found[3] or 8 * rate > _PORT:
+            return rate
     return None
 
 

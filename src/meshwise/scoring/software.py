@@ -22,20 +22,25 @@ _PYTORCH = (
 #: What a row says of how the host launches: one program for what the interpreter would launch one by one, graphs of
 #: kernels, or launches that wait for their kernel.
 _COMPILED = r"torch[. ]?compile|(?:\+|,|with|and) ?compile\b|\bcompiled\b|compile ?[=:] ?(?:true|on|1)\b|inductor"
-_GRAPHS = r"cuda[- _]?graphs?"
+GRAPHS = r"cuda[- _]?graphs?"
 _BLOCKING = r"launch[_ ]blocking|launches block"
 _NOT = r"(?:\b(?:no|not|without|un)[ -]?(?:yet )?)(?:"
 
 #: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
 _WORDS = (
-    (r"maxtext|jax|levanter|axlearn|\bt5x\b|\bpax(?:ml)?\b|flax|\balpa\b", "xla", 9999),
+    (r"maxtext|jax|levanter|axlearn|\bt5x\b|\bpax(?:ml)?\b|flax|\balpa\b|easylm|easydel|haiku|gspmd", "xla", 9999),
     (r"megatron.*deepspeed|neox", "megatron-deepspeed", 2023),
     (r"automodel", "pytorch", 9999),
     (r"megatron|nemo", "megatron-2021", 2023),
     (r"megatron|nemo|neox|megascale|primus|transformer ?engine", "megatron", 9999),
+    (r"metaseq|fairseq|fairscale", "megatron-2021", 2022),  # before fused attention
     (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
+    (_PYTORCH, "eager-2023", 2022),
     (_PYTORCH, "pytorch", 9999),
 )
+
+#: The year in which Megatron-LM could fuse attention, and words for it; on Hopper Transformer Engine does.
+_FUSED_FROM, _FUSED = 2023, r"flash[- ]?att|transformer[- ]?engine|fp8"
 
 #: What is assumed of software that no word names.
 UNKNOWN = "software is not named or not known: Megatron Core of 2024 and later taken"
@@ -56,8 +61,10 @@ def calibration_of(
     if calibration != "fitted" or chip.vendor == "google":
         return calibration, ()
     words, year = run.software.lower(), run.year or 9999
+    later = year >= _FUSED_FROM and (default_calibration(chip).name != "ampere" or re.search(_FUSED, run.words))
     meant = (name for pattern, name, last in _WORDS if year <= last and re.search(pattern, words))
-    found = next((name for name in meant if _is_known(name, unseen)), None)
+    known = (name for name in meant if not (later and name == "megatron-2021"))
+    found = next((name for name in known if _is_known(name, unseen)), None)
     if found is None:
         return calibration, (UNKNOWN,)
     if (own := _launched(run, found)) and _is_known(own, unseen):
@@ -79,14 +86,14 @@ def _launched(run: TrainingRun, software: str) -> str | None:
     BLOOM was trained with launches that block, without which it hung (its chronicles).
     """
     words = f"{run.software} {run.notes}".lower()
-    if software == "megatron-deepspeed" and (_says(_BLOCKING, words) or "bloom" in run.model.lower()):
+    if software == "megatron-deepspeed" and (says(_BLOCKING, words) or "bloom" in run.model.lower()):
         return "megatron-deepspeed-blocking"
-    if software == "megatron" and _says(_GRAPHS, words):
+    if software == "megatron" and says(GRAPHS, words):
         return "megatron-graphs"
-    return "pytorch-compiled" if software == "pytorch" and _says(_COMPILED, words) else None
+    return "pytorch-compiled" if software == "pytorch" and says(_COMPILED, words) else None
 
 
-def _says(pattern: str, words: str) -> bool:
+def says(pattern: str, words: str) -> bool:
     """Whether words are there, and not denied."""
     return re.search(pattern, words) is not None and re.search(f"{_NOT}{pattern})", words) is None
 
