@@ -59,6 +59,11 @@ def test_weights_that_stay_gathered_are_zero_2(words):
         ("dist-opt", 8, 1, 1),
         ("DP", 8, 1, 0),
         ("FSDP NO_SHARD", 8, 1, 0),
+        ("FSDP(4) x DDP(2)", 2, 4, 1),
+        ("dp_shard 4, dp_replicate 2", 2, 4, 1),
+        ("data_parallel_shard_degree=4", 2, 4, 1),
+        ("sharded data parallel", 1, 8, 0),
+        ("Sharded DDP", 8, 1, 2),
     ],
 )
 def test_what_replicas_share(words, data, fsdp, zero):
@@ -359,3 +364,45 @@ def test_what_software_of_a_year_was(cells, calibration):
 def test_networks_as_sources_write_them(words, gb_per_s):
     found = node_bandwidth(words)
     assert found == (gb_per_s and pytest.approx(gb_per_s * 1e9))
+
+
+@pytest.mark.parametrize(
+    ("words", "software", "remat"),
+    [
+        ("selective AC", "NeMo", "recompute:core_attn"),
+        ("SAC", "torchtitan", "save:q+v+gate+down+attention"),
+        ("core attention", "NeMo", "recompute:core_attn"),
+        ("checkpoint_dots", "JAX", "matmuls"),
+        ("save_nothing", "JAX", "full"),
+    ],
+)
+def test_short_words_for_recomputation(words, software, remat):
+    assert build_scenario(run(recompute=words, software=software)).layout.choices["remat"] == remat
+
+
+def test_a_share_of_recomputation_is_not_all_of_it():
+    with pytest.raises(MeshwiseError, match="'25%' is not understood"):
+        build_scenario(run(recompute="25%"))
+
+
+@pytest.mark.parametrize(
+    ("cells", "offload"),
+    [
+        ({"fsdp_or_zero_stage": "ZeRO-3 offload"}, ("optimizer",)),
+        ({"fsdp_or_zero_stage": "ZeRO stage 3, optimizer and parameter offload"}, ("optimizer", "parameters")),
+        (
+            {"fsdp_or_zero_stage": "ZeRO-3 + CPU offload", "recompute": "full + CPU offload"},
+            ("optimizer", "activations"),
+        ),
+        ({"fsdp_or_zero_stage": "ZeRO-3, no offload", "recompute": "full"}, None),
+    ],
+)
+def test_state_in_the_hosts_memory(cells, offload):
+    assert build_scenario(run(**cells, software="DeepSpeed")).layout.choices.get("offload") == offload
+
+
+def test_cells_that_say_nothing_are_blank():
+    header = "chip,model,n_chips,tp,recompute,software,global_batch_seqs,seq_len,measured_metric,measured_value,unit"
+    cells = "h100,llama-3-8b,8,N/A,unknown,-,64,8192,step_time,20,s"
+    (found,) = read_rows(f"{header}\n{cells}\n", "here", TrainingRun)
+    assert (found.tp, found.recompute, found.software) == (None, "", "")

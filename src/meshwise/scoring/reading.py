@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import math
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
@@ -150,7 +151,13 @@ def _types(kind: type[Row]) -> dict[str, type]:
     }
 
 
+#: Cells that say as much as blank ones.
+_BLANK = re.compile(r"-|\?|n/?a|unknown|unspecified|not (?:stated|said|given|known|reported)", re.IGNORECASE)
+
+
 def _cell(column: str, kind: type, text: str, where: str) -> str | int | float | None:
+    if column != "id" and _BLANK.fullmatch(text):
+        text = ""
     if kind is str:
         return text
     if not text:

@@ -80,7 +80,7 @@ def read_recompute(run: TrainingRun, model: Model, choices: dict[str, Any], note
         choices["offload_layers"] = int(offloaded[1])
     if not bare:
         return
-    bare = _offloaded_whole(bare, choices)
+    bare = _offloaded_whole(_SHORT.get(bare, bare), choices)
     for read in (_of_counts, _of_jax, _of_torchtitan, _of_megatron, _of_words):
         if read(run, bare, model, choices, notes):
             return
@@ -92,6 +92,13 @@ def read_recompute(run: TrainingRun, model: Model, choices: dict[str, Any], note
     if request.offloads:
         choices["offload"] = ("activations",)
 
+
+#: Short words -> longer ones: of torchtitan, of JAX (`jax.checkpoint_policies`), of people.
+_SHORT = {
+    "sac": "selective", "selective ac": "selective", "selective activation checkpointing": "selective",
+    "core attention": "core_attn", "selective (attn)": "core_attn", "selective (attention)": "core_attn",
+    "checkpoint_dots": "dots_saveable", "save_nothing": "nothing_saveable", "offload": "cpu offload",
+}  # fmt: skip
 
 #: What people call recomputation, beside the word for how much of it.
 _CHECKPOINTS = (
@@ -141,7 +148,7 @@ def _of_words(run: TrainingRun, bare: str, _: Model, choices: dict[str, Any], no
     words = set(re.findall(r"[a-z]+", much))
     if words <= _NONE and (words or bare == "0"):
         choices["remat"] = "none"
-    elif words <= _ALL:
+    elif words <= _ALL and "%" not in bare:
         choices["remat"] = "full"
         if "full" not in words:
             notes.append(f"recompute {run.recompute!r}: every layer, as checkpoints of whole blocks are")
@@ -184,7 +191,7 @@ def _of_torchtitan(run: TrainingRun, bare: str, model: Model, choices: dict[str,
     """Selective checkpoints of every so many layers, or of every other product; whether the words are such."""
     if not re.match(rf"selective|op\b|op-level|sac\b|{_CHECKPOINTS}[ =:]*selective", bare):
         return False
-    if found := re.search(r"every (\d+|other|second)|option\W+(\d+)", bare):
+    if found := re.search(r"every (\d+|other|second)|(?:option|layer)\W+(\d+)", bare):
         number = found[1] or found[2]
         choices |= {"remat": "full", "remat_layers": max(1, model.num_layers // int(number if number.isdigit() else 2))}
     elif re.search(r"\bops?\b|\bop-level\b", bare) or ("torchtitan" in run.software.lower() and _is_default(bare)):

@@ -145,7 +145,10 @@ def _layout(run: TrainingRun, model: Model, cluster: Cluster) -> tuple[dict[str,
         named = first_match(_SCHEDULES if pieces <= _MOST_FOLDED else _GPIPE, run.words)
         choices["schedule"] = named or ("interleaved" if pieces > 1 else "1f1b")
         choices["virtual_stages"] = 1 if named else pieces
+    of_state = choices.get("offload", ())
     read_recompute(run, model, choices, notes)
+    if of_state:
+        choices["offload"] = tuple(dict.fromkeys((*of_state, *choices["offload"])))
     _microbatches(run, micro_batch, sizes, choices)
     if pp > 1 and "num_microbatches" in choices:
         shape = PipelineShape(pp, choices["num_microbatches"], choices["virtual_stages"])
