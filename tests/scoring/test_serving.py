@@ -38,6 +38,11 @@ def row(**changes):
     return run
 
 
+#: A mixture on eight B200.
+MIXTURE = {"model": "deepseek-v3", "chip": "b200-sxm", "n_chips": "8", "tp": "8", "ep": "8", "concurrency": "64",
+           "measured_value": "40"}  # fmt: skip
+
+
 def estimate(**changes):
     """What `estimate serve` says of the row's load."""
     given = {"prompt": 1024, "output": 129, "batch": 8, "layout": "tensor=2"} | changes
@@ -202,7 +207,7 @@ def test_formats(cells, precision):
         ({"layers": "40"}, "layers is 40, and that of llama-3.1-8b is 32: leave it blank, or fill in d_model, n_heads"),
         ({"n_kv_heads": "32"}, "n_kv_heads is 32, and that of llama-3.1-8b is 8"),
         ({"batch": "16"}, "batch 16 of 1 engines is 16 requests at once, but concurrency is 8"),
-        ({"weights_dtype": "fp8; experts int4"}, "experts in another format"),
+        ({"weights_dtype": "fp8; experts q17"}, "weights_dtype ' q17' is not understood"),
         (
             {"measured_metric": "output_tokens_per_s", "unit": "tokens/s/GPU"},
             "expected tokens/s, of all chips together",
@@ -336,6 +341,34 @@ def test_the_command(file, capsys):
     assert found["calibration"] == "fitted+vllm", "what is not named"
     assert found["error"] == pytest.approx(found["expected"] / found["measured"] - 1)
     assert answer["by_phase"]["decode"]["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "formats"),
+    [
+        ("bfloat16", "weights=bf16,activations=bf16,compute=bf16"),
+        ("W4A16", "weights=int4,activations=bf16,compute=bf16"),
+        ("8-bit", "weights=int8,activations=bf16,compute=bf16"),
+        ("fp8; experts fp8_block", "weights=fp8,activations=bf16,compute=fp8"),
+        ("fp8; experts nvfp4", "weights=fp8,experts=fp4,activations=bf16,compute=fp4"),
+        ("bf16; experts mxfp4", "weights=bf16,experts=fp4,activations=bf16,compute=bf16"),
+    ],
+)
+def test_formats_of_weights_and_of_experts_apart(weights, formats):
+    found = predicted(**MIXTURE, weights_dtype=weights)
+    assert found.scenario.problem.load.precision.startswith(formats + ",")
+
+
+def test_ways_of_the_same_chips_attend_by_sequences():
+    found = predicted(**MIXTURE | {"tp": "8", "dp": "8", "ep": "8"}, weights_dtype="fp8")
+    assert str(found.estimate.setup.decode) == "expert=8"
+    assert "same chips" in " ".join(found.scenario.assumed)
+
+
+def test_an_engine_that_is_not_known_has_a_wider_interval():
+    known, other = (predicted(engine=name) for name in ("vllm 0.11", "LMDeploy"))
+    assert other.expected == known.expected
+    assert other.likely.high / other.expected > 1.05 * known.likely.high / known.expected
 
 
 def test_training_is_told_from_serving(file):

@@ -96,7 +96,8 @@ def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPred
     if run.is_memory:
         bound = 0.0
     elif problem.calibration.doubts is not None:  # calibrations without doubts were not compared with measured steps
-        likely = likely_interval(found.expected, bound, terms, uncertainty_sources(problem.calibration, problem.model))
+        causes = (*uncertainty_sources(problem.calibration, problem.model), *scenario.doubts)
+        likely = likely_interval(found.expected, bound, terms, causes)
     return ServingPrediction(scenario, estimate, terms, memory, measured, found.expected, bound, likely, what)
 
 

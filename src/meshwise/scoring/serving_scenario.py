@@ -27,11 +27,13 @@ class ServingScenario(Scenario):
 
     Args:
         candidates: layouts and batches; several where the row leaves open how its chips are used.
+        doubts: what it does not say: causes of `spread.SPREADS`.
     """
 
     run: ServingRun
     problem: ServingProblem
     candidates: tuple[ServingSetup, ...]
+    doubts: tuple[str, ...] = ()
 
 
 def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario:
@@ -66,6 +68,7 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
         problem=problem,
         candidates=tuple(ServingSetup("aggregated", x, x, batch, together, chunk) for x in layouts),
         assumed=(*of_model, *of_cluster, *of_precision, *of_engine, *of_layout, *of_lengths),
+        doubts=("unnamed",) if of_engine else (),
     )
 
 
@@ -162,19 +165,19 @@ def _batch(run: ServingRun, replicas: int) -> int:
 
 
 #: A source's words -> a format; the first that is found.
-_FORMATS = ((r"nvfp4|mxfp4|^fp4", "fp4"), (r"fp8|e4m3", "fp8"), (r"^int8|w8a", "int8"), (r"^int4|awq|gptq", "int4"),
-            (r"^bf16", "bf16"), (r"^fp16|^half", "fp16"), (r"^fp32|^tf32", "fp32"))  # fmt: skip
+_FORMATS = (
+    (r"nvfp4|mxfp4|^fp4", "fp4"), (r"fp8|e4m3", "fp8"), (r"^int4|awq|gptq|w4a\d|a16w4|^4[- ]?bit|^q4", "int4"),
+    (r"^int8|w8a|^8[- ]?bit|^q8", "int8"), (r"^bf(?:loat)?16|^auto$", "bf16"), (r"^fp16|^float16|^half", "fp16"),
+    (r"^fp32|^tf32|^float32", "fp32"),
+)  # fmt: skip
 
 
 def _format(column: str, text: str) -> str:
-    """The format that a cell names; one of experts may be named apart, if it has as many bits."""
-    whole, _, experts = (part.strip() for part in text.lower().partition(";"))
-    found, of_experts = (first_match(_FORMATS, part) for part in (whole, experts.removeprefix("experts").strip()))
-    if found is None or (experts and of_experts is None):
+    """The format that a cell names."""
+    found = first_match(_FORMATS, text.strip().lower())
+    if found is None:
         expected = "bf16, fp16, fp8, int8, int4 or nvfp4"
         raise MeshwiseError(f"{column} {text!r} is not understood; expected {expected}")
-    if experts and of_experts != found:
-        raise MeshwiseError(f"{column} {text!r}: experts in another format than the other weights are not priced")
     return found
 
 
@@ -185,18 +188,22 @@ def _precision(run: ServingRun) -> tuple[str, tuple[str, ...]]:
     formats of storage alone unless it says int8 operands.
     """
     notes = []
-    weights = _format("weights_dtype", run.weights_dtype) if run.weights_dtype else "bf16"
+    whole, _, apart = run.weights_dtype.partition(";")
+    weights = _format("weights_dtype", whole) if whole else "bf16"
+    experts = _format("weights_dtype", apart.strip().lower().removeprefix("experts")) if apart else weights
     if not run.weights_dtype:
         notes.append("weights_dtype is blank: bf16, as the model is published, taken")
     given = _format("act_dtype", run.act_dtype) if run.act_dtype else ""
     wide = given if given in ("fp16", "fp32") else weights if weights in ("fp16", "fp32") else "bf16"
-    compute = given or (weights if weights in ("fp8", "fp4") else wide)
+    narrow = (f for f in (experts, weights) if f in ("fp8", "fp4") and "mxfp4" not in run.weights_dtype.lower())
+    compute = given or next(narrow, wide)  # most FLOPs of a mixture are its experts'
     cache = _format("kv_dtype", run.kv_dtype) if run.kv_dtype else "fp8" if _narrow_cache(run, weights) else wide
     if run.weights_dtype and not run.kv_dtype:
         notes.append(f"kv_dtype is blank: {cache} taken with {weights} weights")
     if "group" in run.weights_dtype and "128" not in run.weights_dtype:
         notes.append(f"weights {run.weights_dtype!r}: scales counted by groups of 128")
-    return f"weights={weights},activations={wide},compute={compute},kv={cache}", tuple(notes)
+    stored = f"weights={weights}" + (f",experts={experts}" if experts != weights else "")
+    return f"{stored},activations={wide},compute={compute},kv={cache}", tuple(notes)
 
 
 def _narrow_cache(run: ServingRun, weights: str) -> bool:
@@ -218,6 +225,8 @@ def _is_inferencemax(run: ServingRun) -> bool:
 def _layouts(run: ServingRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
     """The layouts that a row can mean, and what was assumed of them."""
     tp, pp, ep = run.tp or 1, run.pp or 1, run.ep or 1
+    if run.dp == tp == ep and run.n_chips == tp * pp and tp > 1:  # SGLang's --tp 8 --dp 8 --ep 8 of the same eight
+        return (ServingLayout(expert=ep, stage=pp),), ("tp, dp and ep are of the same chips: attention by sequences",)
     engines, rest = divmod(run.n_chips, tp * pp)
     if rest or (run.dp is not None and run.dp != engines):
         raise MeshwiseError(
