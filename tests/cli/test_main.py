@@ -354,6 +354,12 @@ def test_a_full_disk_is_no_bug():
         ("estimate train llama-3-8b --on h100:8 --tp 8", "--layout tp=8"),
         ("plan serve --model llama-3-8b", "stands by itself"),
         ("plan serve llama-3-8b --on h100:8 --dtype fp8", "--precision"),
+        ("plan serve llama-3-8b --on h100:8 --input 1024", "--prompt"),
+        ("8xH100", "'meshwise fit MODEL --on 8xH100 ...'"),
+        ("llama-3-8b", "'meshwise fit llama-3-8b ...'"),
+        ("plan llama-3-8b --on h100:8", "'meshwise plan train llama-3-8b ...' or 'meshwise plan serve"),
+        ("fit llama-3-8b h100", "a cluster is --on"),
+        ("list", "'meshwise models'"),
     ],
 )
 def test_a_wrong_first_guess_leads_to_the_right_word(run, words, right):

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -97,6 +98,11 @@ class LazyGroup(click.Group):
         if name in GUESSES and not ctx.parent:
             raise MeshwiseError(f"unknown command {name!r}: {GUESSES[name]}")
         if name not in self.lazy and not name.startswith("-"):
+            if _NOT_COMMANDS.fullmatch(name):
+                of_all = ["fit MODEL --on", "plan train MODEL --on"] if _CLUSTER.fullmatch(name) else ["model", "fit"]
+                verbs = [*self.lazy] if ctx.parent else of_all
+                where = " or ".join(f"'{ctx.command_path} {verb} {name} ...'" for verb in verbs)
+                raise MeshwiseError(f"unknown command {name!r}: what is asked comes first, {where}")
             raise UnknownNameError("command", name, self.lazy, hint=f"See '{ctx.command_path} --help'.")
         return super().resolve_command(ctx, args)
 
@@ -113,11 +119,19 @@ _MEANT = {
     "'meshwise plan train' plans it, 'meshwise run' does it": "train pretrain finetune",
     "'meshwise plan serve' plans it, 'meshwise serve' does it": "serving infer inference",
     "the best layouts are found by 'meshwise plan train' and 'meshwise plan serve'": "optimize search tune best",
-    "'meshwise plan train' and 'meshwise estimate train' say it; see --tokens": "cost price mfu time",
-    "a model is counted by 'meshwise model MODEL'": "params parameters count flops info",
+    "'meshwise plan train' and 'meshwise estimate train' say it; see --tokens": (
+        "cost price mfu time latency throughput speed"
+    ),
+    "a model is counted by 'meshwise model MODEL'": "params parameters count flops info size",
+    "what one layout does is 'meshwise estimate train' or 'meshwise estimate serve'": "calculate predict analyze",
+    "'meshwise --help' lists commands, 'meshwise models', 'chips' and 'clusters' list names": "list ls help",
+    "'meshwise --version' says it": "version",
     "'meshwise chips' and 'meshwise clusters' list them": "gpus gpu tpus hardware",
     "single operations are measured by 'meshwise bench'": "benchmark",
 }
+
+#: What is no command by its letters, but a model or a cluster: digits and the like are in it.
+_NOT_COMMANDS, _CLUSTER = re.compile(r".*[0-9:/.].*"), re.compile(r"\d+[xX*][\w-]+|[\w-]+:\S+")
 
 #: Command that is not known -> where it is here.
 GUESSES = {name: text for text, names in _MEANT.items() for name in names.split()}
@@ -266,8 +280,9 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             told = f"no option {error.option_name}: {meant}" if meant else error.format_message()
             return _Failure("UsageError", f"{short(told)}\nSee '{where} --help'.", 2)
         case click.UsageError():
-            where = error.ctx.command_path if error.ctx else "meshwise"
-            return _Failure("UsageError", f"{short(error.format_message())}\nSee '{where} --help'.", 2)
+            where, told = error.ctx.command_path if error.ctx else "meshwise", error.format_message()
+            beside = "; all else are options: a cluster is --on h100:8" if "extra argument" in told else ""
+            return _Failure("UsageError", f"{short(told)}{beside}\nSee '{where} --help'.", 2)
         case click.ClickException():
             return _Failure(type(error).__name__, short(error.format_message()), 2)
         case _ if _interrupted(error):

@@ -25,20 +25,25 @@ from meshwise.core.units import Quantity
 #: Where it is here -> what users of other tools type.
 _MEANT = {
     "a step's batch is in tokens, --batch-tokens 4Mi; the requests that an engine serves at once are --batch": (
-        "batch-size global-batch-size gbs bs max-num-seqs"
+        "batch-size global-batch-size gbs bs max-num-seqs concurrency max-concurrency users"
     ),
     "sequences of a microbatch are micro_batch= of --layout": "micro-batch-size mbs",
     "lengths are --seq-len of training, --prompt and --output of serving, --context of 'meshwise fit'": (
-        "seq seqlen seq-length sequence-length max-seq-len context-length max-model-len input-len output-len isl osl"
+        "seq seqlen seq-length sequence-length max-seq-len context-length max-model-len input-len output-len isl osl "
+        "context ctx input input-length input-tokens output-length output-tokens prompt-length prompt-tokens"
     ),
     "chips and their number are one name, --on h100:64 or --on v5e:4x8": (
-        "gpus num-gpus ngpus nodes chips num-chips devices gpu gpu-type tpu chip hardware device accelerator"
+        "gpus num-gpus ngpus nodes chips num-chips devices gpu gpu-type tpu chip hardware device accelerator "
+        "cluster num-nodes nnodes world-size"
     ),
     "mesh axes stand in --layout of 'estimate' (--layout tp=8,dp=2); a search fixes them by --fix tensor=8": (
         "tp dp pp cp ep fsdp zero mesh parallelism tensor-parallel-size pipeline-parallel-size data-parallel-size "
         "tensor-model-parallel-size pipeline-model-parallel-size"
     ),
-    "number formats are --precision": "dtype quantization quant bits",
+    "number formats are --precision": "dtype quantization quant bits kv-cache-dtype fp8 bf16",
+    "what is recomputed is remat= of --layout; a search fixes it by --fix remat=full": (
+        "remat recompute checkpointing activation-checkpointing gradient-checkpointing"
+    ),
     "requests per second are --rate": "qps rps request-rate requests-per-second",
     "targets are --max-ttft 500ms and --max-tpot 30ms": "ttft tpot slo",
     "the tool that runs the plan is --tool": "framework backend",
