@@ -22,6 +22,7 @@ from meshwise.report.searched import how_good
 from meshwise.report.serve import (
     NOT_MODELLED,
     RANKED,
+    Served,
     assumed,
     brief_subject,
     definitions,
@@ -109,7 +110,7 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
             stopped,
             _ranking(planning, planning.plans[:_BRIEFLY], known=best),
             _columns(planning),
-            _cheaper(planning.plans[:_BRIEFLY]),
+            _cheaper([Served.of(e, planning.simulated) for e in planning.plans[:_BRIEFLY]]),
             *serving_bars(best),
         ),
         reasons=tuple(f"{n.name}: {n.reason}" for n in planning.neighbours),
@@ -165,14 +166,17 @@ def _ranking(
         takers = ", ".join(serving_runs_in(planning.problem, setup)) or "no tool yet"
         return f"{layouts_words(setup)}{prompts}; runs in {takers}"
 
-    rows = [{"sign": number, "plan": e} for number, e in enumerate(plans, 1)]
+    rows = [
+        {"sign": number, "plan": e, "served": Served.of(e, planning.simulated)} for number, e in enumerate(plans, 1)
+    ]
     return tabulate(columns, rows, note=note)
 
 
 def _columns(planning: ServingPlanResult) -> Text | None:
-    """What the numbers of a ranking are, where others were simulated."""
-    words = "columns: engines always full, no queues; the first line has what was simulated"
-    return Text(words) if planning.simulated else None
+    """What the numbers of a ranking are, where plans were simulated."""
+    rate = planning.constraints.rate
+    sent = f"each at {rate:.4g} requests/s" if rate else "each at the highest rate found for it"
+    return Text(f"simulated, {sent}; times are p99") if planning.simulated else None
 
 
 #: What is costly beside another: so many times its TTFT, for no more than this share of tokens.
@@ -186,9 +190,9 @@ def _paid(ttft: float, tokens: float, other_ttft: float, other_tokens: float) ->
     return f"{ttft / other_ttft:.2g} x the TTFT of {{}} for {100 * (tokens / other_tokens - 1):.2g} % more tokens/s"
 
 
-def _cheaper(plans: Sequence[ServingEstimate]) -> Text | None:
+def _cheaper(plans: Sequence[Served]) -> Text | None:
     """What the first of some plans pays for being first, beside the next that is far quicker to answer."""
-    seen = [(e.ttft.expected, e.output_tokens_per_s) for e in plans]
+    seen = [(p.ttft or 0.0, p.tokens) for p in plans]
     found = [(number, _paid(*seen[0], *other)) for number, other in enumerate(seen[1:], 2)]
     words = next((words.format(f"row {number}") for number, words in found if words), "")
     return Text(f"row 1 pays {words} (--max-ttft limits it)") if words else None
@@ -280,7 +284,9 @@ def simulated_words(planning: ServingPlanResult, e: ServingEstimate) -> str:
     first = "" if ttft is None else f"TTFT p99 {format_time(ttft.p99)}"
     kept = f"{_percent(sent.share)} of {sent.result.requests:,} requests within the targets, "
     within = kept if planning.targets.any else f"{sent.result.requests:,} requests, "
-    return f"; simulated at {sent.rate:.4g} requests/s: {within}{first}{later}, {sent.tokens_per_s:,.0f} tokens/s"
+    dollars = sent.usd_per_million_output_tokens
+    cost = "" if dollars is None else f", {format_money(dollars)}"
+    return f"; simulated at {sent.rate:.4g} requests/s: {within}{first}{later}, {sent.tokens_per_s:,.0f} tokens/s{cost}"
 
 
 def _percent(share: float) -> str:

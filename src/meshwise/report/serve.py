@@ -6,6 +6,7 @@ Not here: the numbers (`costs.serving`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
@@ -24,7 +25,9 @@ from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.report.serve_diagnosis import serving_change_data, serving_change_words, serving_reasons
 from meshwise.report.table import Columns, counted, picked, said, spaced, table
 from meshwise.search.diagnosis import Change
+from meshwise.search.plan import SimulatedPlan
 from meshwise.search.serving import ServingPlan
+from meshwise.simulation.serving import Quantiles
 
 NOT_MODELLED = (
     "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",
@@ -80,14 +83,40 @@ def layouts_words(setup: ServingSetup) -> str:
     return f"{setup.mode}: {spaced(both)}"
 
 
-#: Columns of tables of serving plans, whose rows have a `sign` and a `plan`.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a ranking says of a plan: of engines that are always full, or of simulated requests (times are p99).
+
+    Args:
+        tokens: output tokens per second of all chips.
+        tpot, ttft: seconds; None of answers of one token, of none at all.
+        usd: of a million output tokens; None without a price.
+    """
+
+    tokens: float
+    tpot: float | None
+    ttft: float | None
+    usd: float | None
+
+    @classmethod
+    def of(cls, e: ServingEstimate, simulated: Sequence[SimulatedPlan] = ()) -> Served:
+        """As simulated where the plan was."""
+        sent = next((p for p in simulated if p.estimate is e), None)
+        if sent is None:
+            return cls(e.output_tokens_per_s, e.tpot.expected, e.ttft.expected, e.usd_per_million_output_tokens)
+        found = (Quantiles.of(values) for values in (sent.result.tpot_s, sent.result.ttft_s))
+        tpot, ttft = (None if each is None else each.p99 for each in found)
+        return cls(sent.tokens_per_s, tpot, ttft, sent.usd_per_million_output_tokens)
+
+
+#: Columns of tables of serving plans, whose rows have a `sign`, a `plan`, and what is `served`.
 RANKED: Columns = {
     "": "sign",
-    ">$/M out": ("plan.usd_per_million_output_tokens", format_money),
-    ">tokens/s": ("plan.output_tokens_per_s", "{:,.0f}".format),
-    ">tokens/s/chip": ("plan.throughput_per_chip", "{:,.1f}".format),
-    ">TPOT": ("plan.tpot.expected", format_time),
-    ">TTFT": ("plan.ttft.expected", format_time),
+    ">$/M out": ("served.usd", format_money),
+    ">tokens/s": ("served.tokens", "{:,.0f}".format),
+    ">tokens/s/chip": lambda row: f"{row['served'].tokens / row['plan'].setup.num_chips:,.1f}",
+    ">TPOT": ("served.tpot", format_time),
+    ">TTFT": ("served.ttft", format_time),
     ">chips": ("plan.setup.num_chips", "{:,}".format),
     ">batch": ("plan.setup.batch", "{:,}".format),
 }

@@ -16,6 +16,7 @@ from meshwise.report.searched import incomplete_words
 from meshwise.report.serve import (
     NOT_MODELLED,
     RANKED,
+    Served,
     assumed,
     definitions,
     layouts_words,
@@ -104,14 +105,22 @@ def _ranking(found: ServingAlternatives) -> RenderableType:
 
     def note(row: Mapping[str, Any]) -> str:
         which, plan = row["which"], row["plan"]
-        return f"{which}: {layouts_words(plan.setup)}{simulated_words(planned[which], plan)}"
+        sent = next((p for p in planned[which].simulated if p.estimate is plan), None)
+        simulated = "" if sent is None else f"; simulated at {sent.rate:.4g} requests/s, times are p99"
+        return f"{which}: {layouts_words(plan.setup)}{simulated}"
 
-    rows = [{"sign": n, "which": which, "plan": p.estimate} for n, (which, p) in enumerate(found.ranked, 1)]
+    rows = [
+        {"sign": n, "which": which, "plan": p.estimate, "served": Served.of(p.estimate, planned[which].simulated)}
+        for n, (which, p) in enumerate(found.ranked, 1)
+    ]
     return Group(Text(f"The best of all, by {found.by}", style="bold"), tabulate(RANKED, rows, note=note))
 
 
 def _each(found: ServingAlternatives) -> RenderableType:
-    rows = ({"sign": name, "plan": p.plans[0]} for name, p in _planned(found).items())
+    rows = (
+        {"sign": name, "plan": p.plans[0], "served": Served.of(p.plans[0], p.simulated)}
+        for name, p in _planned(found).items()
+    )
     return tabulate(RANKED, rows, title="The best of each")
 
 

@@ -5,10 +5,20 @@ from dataclasses import replace
 import pytest
 
 import meshwise
+from meshwise.cli.output import to_text
+from meshwise.core.units import format_time
 from meshwise.jobs import drawn_requests
+from meshwise.report.plan_serve import plan_serve_report
 from meshwise.search.serving import simulator_setup
 from meshwise.search.serving.simplest import complexity
-from meshwise.simulation.serving import LatencyTarget, LatencyTargets, Targets, keeps_targets, simulate_serving
+from meshwise.simulation.serving import (
+    LatencyTarget,
+    LatencyTargets,
+    Quantiles,
+    Targets,
+    keeps_targets,
+    simulate_serving,
+)
 
 LOAD = {"on": "h100:8", "prompt": 512, "output": 64, "precision": "fp8", "tool": "none"}
 
@@ -36,6 +46,15 @@ def test_what_is_said_holds_for_the_whole_plan_and_other_draws(planning):
         result = simulate_serving(simulator_setup(found.problem, p.estimate.setup), load)
         assert found.targets.share_kept(result) >= 0.97
         assert p.rate <= p.estimate.requests_per_s
+
+
+def test_the_ranking_shows_what_was_simulated(planning):
+    found, _ = planning
+    text = " ".join(to_text(plan_serve_report(found, {}).renderable()).split())
+    assert "simulated, each at the highest rate found for it; times are p99" in text
+    for number, p in enumerate(found.simulated[:3], 1):
+        tpot, ttft = (format_time(Quantiles.of(values).p99) for values in (p.result.tpot_s, p.result.ttft_s))
+        assert f"{number} {p.tokens_per_s:,.0f} {tpot} {ttft} {p.estimate.setup.num_chips} " in text
 
 
 def test_the_share_done_is_told_from_the_beginning(planning):
