@@ -464,6 +464,17 @@ def test_a_ragged_all_to_all_sends_a_copy_to_each_distinct_member(run):
     assert "only an all-to-all is ragged" in wrong.err
 
 
+@pytest.mark.parametrize("chips", [4, 8])
+def test_a_gather_on_a_ring_has_its_bound_beside_the_time_of_whole_shards(run, chips):
+    """V/W in whole shards (the book), (n-1)/n of it with that of the member opposite in two halves."""
+    on = ("--on", f"v5p:{chips}x{chips}x{chips}", "--mesh", f"X={chips}")
+    told = run("collective", "all-gather", "bf16[268435456_X]", *on, "--json").json
+    assert told["time_s"] == pytest.approx(2 * 268435456 / 180e9)
+    assert told["bound_time_s"] == pytest.approx(told["time_s"] * (chips - 1) / chips)
+    line = run("collective", "all-gather", "bf16[1024_X, 16]", "--on", "v5e:4x4", "--mesh", "X=4")
+    assert "at least" not in line.out, "a line's end has one link, which all shards pass"
+
+
 def test_a_collective_names_its_algorithm_and_prices_the_others(run):
     words = ("--mesh", "X=64", "--on", "h100:64", "--calibration", "operations")
     small = run("collective", "all-reduce", "bf16[512]", *words, "--json").json

@@ -56,8 +56,8 @@ class CollectiveRequest(Where):
     """Ragged all-to-all: each row goes to this many members drawn at random (experts of a token), one copy to each
     distinct one."""
     calibration: str = "none"
-    """Achieved rates and algorithms: none (data-sheet rates, the best schedule), operations (the chip's own software),
-    or a family by name."""
+    """Achieved rates and algorithms: none (data-sheet rates, whole shards on rings), operations (the chip's own
+    software), or a family by name."""
 
 
 @command(CollectiveRequest)

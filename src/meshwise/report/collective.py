@@ -9,6 +9,7 @@ from typing import Any
 from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.units import format_bandwidth, format_bytes, format_percent, format_time
 from meshwise.costs.calibration import Calibration
+from meshwise.costs.collectives import wire_time
 from meshwise.costs.fabric import AxisMapping, Fabric
 from meshwise.costs.network import GroupLink
 from meshwise.costs.paths import Algorithm, fastest
@@ -67,6 +68,11 @@ class CollectiveCase(Answer):
         return self.algorithm.transfer / links.efficiency if links.overlapped else self.time - self.latency_time
 
     @property
+    def bound_time(self) -> float:
+        """Seconds through the links that no schedule beats, at data-sheet rates."""
+        return float(wire_time(self.kind, self.num_bytes, self.wire))
+
+    @property
     def latency_time(self) -> float:
         """Seconds of hops, and of the software's start."""
         return self.algorithm.hops + self.calibration.links.startup * (float(self.wire.size) > 1)
@@ -121,7 +127,8 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
         data={
             **picked(case, "kind mesh_axes"),
             "group_size": int(case.wire.size),
-            **picked(case, "bytes=num_bytes copies time_s=time bandwidth_time_s=bandwidth_time latency_s=latency_time"),
+            **picked(case, "bytes=num_bytes copies time_s=time bandwidth_time_s=bandwidth_time"),
+            **picked(case, "bound_time_s=bound_time latency_s=latency_time"),
             **picked(case, "bound algorithm=algorithm.name"),
             "algorithms": [picked(a, "name offered time_s=seconds") for a in case.algorithms],
             **picked(case, "calibration=calibration.name algbw_bytes_per_s=algbw busbw_bytes_per_s=busbw wiring"),
@@ -159,11 +166,18 @@ def _achieved(calibration: Calibration) -> str:
     )
 
 
+def _bound(case: CollectiveCase) -> Iterable[tuple[str, str, str]]:
+    """What no schedule beats, where it is less."""
+    if case.bound_time < case.bandwidth_time * (1 - 1e-9):
+        yield "at least", format_time(case.bound_time), "what a chip lacks, through its links"
+
+
 def _facts(case: CollectiveCase) -> list[tuple[str, str, str]]:
     rows = [
         ("group", f"{int(case.wire.size):,}", f"chips along {','.join(case.mesh_axes)}"),
         ("bytes", format_bytes(case.num_bytes), _BYTES_OF[case.kind]),
         ("bandwidth", format_time(case.bandwidth_time), "time through the links"),
+        *_bound(case),
         ("latency", format_time(case.latency_time), "time of the hops"),
         ("algbw", format_bandwidth(case.algbw), "bytes / time"),
         ("busbw", format_bandwidth(case.busbw), "what one chip sends / time"),
