@@ -43,8 +43,7 @@ def test_rows_go_to_the_devices_of_their_groups_and_come_back(monkeypatch):
         sizes = jax.lax.all_gather(jax.numpy.bincount(group[0], length=groups), "x")
         exchange = ragged.RaggedExchange(sizes, "x", room)
         came = exchange.leave(rows)
-        order, number = ragged.by_group(exchange.own[None], room)
-        return came[order], number, exchange.come_back(came, count)
+        return came, ragged.by_group(exchange.own[None], room)[1], exchange.come_back(came, count)
 
     mesh = Mesh(np.array(jax.devices()[:ways]), ("x",))
     walked = jax.shard_map(walk, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
@@ -54,7 +53,6 @@ def test_rows_go_to_the_devices_of_their_groups_and_come_back(monkeypatch):
         here = slice(device * room, (device + 1) * room)
         mine = [row for own in (2 * device, 2 * device + 1) for row in rows if row[1] == own]
         np.testing.assert_array_equal(np.asarray(came)[here][: len(mine)], mine)
-        assert not np.asarray(came)[here][len(mine) :].any()
         np.testing.assert_array_equal(
             np.asarray(number)[here], [row[1] - 2 * device for row in mine] + [2] * (room - len(mine))
         )
@@ -62,13 +60,13 @@ def test_rows_go_to_the_devices_of_their_groups_and_come_back(monkeypatch):
 
 @pytest.mark.jax
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
-def test_rows_are_ordered_by_group_empty_ones_last(seed, stretches, sources, groups):
-    sizes = np.random.default_rng(seed).integers(0, 4, (stretches, sources, groups))
-    room = int(sizes.sum(axis=(1, 2)).max()) + 1
+@given(st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 4))
+def test_rows_are_ordered_by_group_empty_ones_last(seed, stretches, groups):
+    sizes = np.random.default_rng(seed).integers(0, 4, (stretches, groups))
+    room = int(sizes.sum(axis=1).max()) + 1
     expected = []
     for stretch in range(stretches):
-        own = [g for source in range(sources) for g in range(groups) for _ in range(sizes[stretch, source, g])]
+        own = [g for g in range(groups) for _ in range(sizes[stretch, g])]
         expected += own + [groups] * (room - len(own))
     order, group = ragged.by_group(jax.numpy.asarray(sizes), room)
     np.testing.assert_array_equal(group, np.sort(expected))
@@ -98,7 +96,9 @@ def test_ragged_experts_give_the_gradients_of_experts_with_slots(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_so_do_those_that_a_gpu_multiplies(name, monkeypatch):
     """Slow because kernels are interpreted; proves that what is gathered first is multiplied as it lies in memory."""
-    own = {what: partial(getattr(gpu_grouped, what), interpret=True) for what in ("multiply", "multiply_rows")}
+    own = {
+        what: partial(getattr(gpu_grouped, what), interpret=True) for what in ("multiply", "multiply_rows", "unwritten")
+    }
     monkeypatch.setattr(ragged, "_kernel", lambda platform: SimpleNamespace(**own))  # noqa: ARG005
     proved(name)
 

@@ -24,49 +24,70 @@ from meshwise.runtime.watched import Watched, plain, with_gradient
 class RaggedExchange:
     """Rows on their way to the devices of their groups, and back, none of them padded.
 
-    Devices along a mesh axis hold groups / ways groups each, in order. Each has its rows sorted by group.
+    Devices along a mesh axis hold groups / ways groups each, in order. Each has its rows sorted by group, and gets
+    those of its own groups sorted likewise: rows of each group from each device travel on their own.
 
     Args:
         sizes: rows that each device has for each group [ways, groups]; the same on all of them.
         axis: mesh axis.
         room: rows that a device has room for; as many as could come.
+        platform: as JAX names that of the devices.
     """
 
     sizes: jax.Array
     axis: str
     room: int
-
-    @property
-    def _sent(self) -> jax.Array:
-        """Rows from each device to each: [from, to]."""
-        ways = self.sizes.shape[0]
-        return jnp.sum(self.sizes.reshape(ways, ways, -1), axis=-1)
+    platform: str = "cpu"
 
     @property
     def own(self) -> jax.Array:
-        """Rows of this device's groups, by the device that they came from: [ways, groups / ways]."""
-        ways = self.sizes.shape[0]
-        each = self.sizes.shape[1] // ways
-        return jax.lax.dynamic_slice_in_dim(self.sizes, self._here * each, each, axis=1)
+        """Rows that come of each of this device's groups: [groups / ways]."""
+        return self._of(jnp.sum(self.sizes, axis=0))
 
-    @property
-    def _here(self) -> jax.Array:
-        return jax.lax.axis_index(self.axis)
+    def _of(self, by_group: jax.Array) -> jax.Array:
+        """Of numbers of all groups [..., groups], those of this device's groups."""
+        each = self.sizes.shape[1] // self.sizes.shape[0]
+        return jax.lax.dynamic_slice_in_dim(by_group, jax.lax.axis_index(self.axis) * each, each, axis=-1)
 
     def leave(self, rows: jax.Array) -> jax.Array:
-        """Send rows [n, ...] to the devices of their groups: [room, ...], by the device that they came from."""
-        return self._exchange(rows, self.room, self._sent)
+        """Send rows [n, ...] to the devices of their groups: [room, ...], by group; what is in empty rows is open."""
+        return self._both_ways(rows, there=True, count=len(rows))
 
     def come_back(self, rows: jax.Array, count: int) -> jax.Array:
         """Send what was made of rows [room, ...] back to where these came from: [count, ...], in their order there."""
-        return self._exchange(rows, count, self._sent.T)
+        return self._both_ways(rows, there=False, count=count)
 
-    def _exchange(self, rows: jax.Array, room: int, sent: jax.Array) -> jax.Array:
-        here = self._here
-        start = _before(sent, axis=1)[here]  # in this device's rows
-        there = _before(sent, axis=0)[here]  # at the device that they go to
-        empty = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
-        return jax.lax.ragged_all_to_all(rows, empty, start, sent[here], there, sent[:, here], axis_name=self.axis)
+    def _both_ways(self, rows: jax.Array, *, there: bool, count: int) -> jax.Array:
+        """Send rows there or back, and their gradients the other way."""
+
+        def forward(given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return replace(self, sizes=given[1])._sent(given[0], there=there, count=count), given[1]
+
+        def backward(sizes: jax.Array, gradient: jax.Array) -> tuple[Any]:
+            return ((replace(self, sizes=sizes)._sent(gradient, there=not there, count=count), None),)
+
+        sent: jax.Array = with_gradient(forward, backward, (rows, self.sizes))
+        return sent
+
+    def _sent(self, rows: jax.Array, *, there: bool, count: int) -> jax.Array:
+        here = jax.lax.axis_index(self.axis)
+        ways, groups = self.sizes.shape
+        each = groups // ways
+        of_device = _before(self.sizes, axis=1)  # where rows of a group begin among those of a device
+        among = jnp.sum(self.sizes, axis=0).reshape(ways, each)
+        of_group = _before(self.sizes, axis=0) + _before(among, axis=1).reshape(-1)  # and among those that come
+        outward = of_device[here], self.sizes[here], of_group[here]
+        mine = self._of(self.sizes).reshape(-1)
+        inward = self._of(of_group).reshape(-1), mine, self._of(of_device).reshape(-1)
+        (start, size, place), came = (outward, mine) if there else (inward, self.sizes[here])
+        empty = self._empty(rows, self.room if there else count)
+        return jax.lax.ragged_all_to_all(rows, empty, start, size, place, came, axis_name=self.axis)
+
+    def _empty(self, rows: jax.Array, count: int) -> jax.Array:
+        """As many rows of the same kind, whatever is in them."""
+        kernel, shape = _kernel(self.platform), (count, *rows.shape[1:])
+        made: jax.Array = jnp.zeros(shape, rows.dtype) if kernel is None else kernel.unwritten(shape, rows)
+        return made
 
 
 def _before(counts: jax.Array, axis: int) -> jax.Array:
@@ -76,20 +97,21 @@ def _before(counts: jax.Array, axis: int) -> jax.Array:
 def by_group(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     """Order rows by group.
 
-    They stand in stretches: in each, rows of every source one after the other, by group, and then empty ones.
+    They stand in stretches, in each of them by group, and then empty ones.
 
     Args:
-        sizes: rows of each stretch, source and group [stretches, sources, groups].
+        sizes: rows of each stretch and group [stretches, groups].
         room: rows of a stretch, empty ones included.
 
     Returns: the order [stretches x room], empty rows last, and the group of each row in that order (the number of
         groups where empty).
     """
-    stretches, sources, groups = sizes.shape
-    full = sizes.reshape(stretches, -1)
-    counts = jnp.concatenate([full, room - jnp.sum(full, axis=1, keepdims=True)], axis=1)
-    numbers = jnp.append(jnp.tile(jnp.arange(groups), sources), groups)
-    group = jnp.repeat(jnp.tile(numbers, stretches), counts.reshape(-1), total_repeat_length=stretches * room)
+    stretches, groups = sizes.shape
+    counts = jnp.concatenate([sizes, room - jnp.sum(sizes, axis=1, keepdims=True)], axis=1)
+    numbers = jnp.tile(jnp.arange(groups + 1), stretches)
+    group = jnp.repeat(numbers, counts.reshape(-1), total_repeat_length=stretches * room)
+    if stretches == 1:  # as they come
+        return jnp.arange(room), group
     order = jnp.argsort(group, stable=True)
     return order, group[order]
 
@@ -103,17 +125,21 @@ class Groups:
         mean: rows of all groups that are expected.
         platform: as JAX names that of the devices.
         major: axis of the matrices [groups, D, F] that is outermost in memory.
+        rest: whether empty rows are read, and have to be zeros.
     """
 
     sizes: jax.Array
     mean: int
     platform: str = "cpu"
     major: int = 0
+    rest: bool = True
 
     def multiply(self, rows: jax.Array, matrices: jax.Array, *, transposed: bool = False) -> jax.Array:
         """Multiply rows [n, D] by the matrix of their group, of [groups, D, F], or [groups, F, D] where transposed."""
         if (kernel := _kernel(self.platform)) is not None:
-            made: jax.Array = kernel.multiply(rows, matrices, self._own, transposed=transposed, major=self.major)
+            made: jax.Array = kernel.multiply(
+                rows, matrices, self._own, transposed=transposed, major=self.major, rest=self.rest
+            )
             return made
         return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, self.sizes)
 
@@ -146,7 +172,7 @@ def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, groups: Grou
         matrices: [groups, D, F]; gradients of watched ones are made in the wider format.
         groups: of the rows.
 
-    Returns: [n, F], empty rows zero.
+    Returns: [n, F].
     """
 
     def forward(given: tuple[jax.Array, jax.Array], matrices: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -239,23 +265,22 @@ class RaggedExperts(Experts):
             chosen -= part_index(self._copied, self.placement) * experts
             chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
         sizes = jnp.bincount(chosen, length=experts + 1)[:-1]
-        exchange, room, came = None, picked.size, sizes[None]
+        exchange, room, came = None, picked.size, sizes
         if exchanged := [a for a in self._split if a not in self._copied]:
             (axis,) = exchanged
             others = self.placement.mesh.shape[axis]
             room = others * tokens * min(top_k, experts // others)
-            exchange = RaggedExchange(jax.lax.all_gather(sizes, axis), axis, room)
+            exchange = RaggedExchange(jax.lax.all_gather(sizes, axis), axis, room, self.placement.platform)
             came = exchange.own
         stretches = came[None]
         for axis in self._gathered:
             stretches = jax.lax.all_gather(stretches, axis, axis=0, tiled=True)
-        order, arrived = Order.of(jnp.argsort(chosen, stable=True)), None
-        expert = chosen[order.there]
-        if exchange is not None or self._gathered:
-            there, expert = by_group(stretches, room)
-            arrived = Order.of(there)
+        order = Order.of(jnp.argsort(chosen, stable=True))
+        there, expert = by_group(stretches, room)
+        arrived = Order.of(there) if self._gathered else None
         mean = picked.size * self.placement.ways(self._gathered) // self.placement.ways(self._copied)
-        groups = Groups(jnp.sum(stretches, axis=(0, 1)), mean, self.placement.platform)
+        rest = exchange is None and bool(self._copied)  # what goes to experts elsewhere counts as zeros here
+        groups = Groups(jnp.sum(stretches, axis=0), mean, self.placement.platform, rest=rest)
         return _Ways(picked.shape, order, exchange, groups, arrived, expert)
 
     def _leave(self, op: Route, given: jax.Array, ways: _Ways) -> jax.Array:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from meshwise.compiler.hlo.bytes_moved import movements
+from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.reader import read_module
+from meshwise.compiler.hlo.traffic import emitted_collectives, unread
 
 DATA = Path(__file__).parents[2] / "data" / "compiled"
 
@@ -69,6 +71,32 @@ def test_a_copy_to_the_chip_is_read_once():
 def test_a_matmul_of_a_library_leaves_its_workspace_out():
     call = '(f32[8,8]{1,0}, s8[33554432]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"'
     assert moved(entry(X, f"  ROOT %y = {call}")) == [("custom-call", 2 * 4096, 256, 1)]
+
+
+def test_a_kernel_says_what_it_moves_where_it_leaves_parts_alone():
+    call = '  ROOT %y = f32[8,128]{1,0} custom-call(%x), custom_call_target="mine", metadata={op_name="'
+    assert moved(entry(X, f'{call}kernel.flops.640/call"}}')) == [("custom-call", 4096, 4096, 1)]
+    assert moved(entry(X, f'{call}kernel.flops.640.bytes.5000/call"}}')) == [("custom-call", 904, 4096, 1)]
+    silent = entry(X, f'{call}kernel.flops.0.bytes.0/call"}}')
+    assert moved(silent) == []
+    assert not unread(read_module(silent))
+
+
+def test_a_ragged_exchange_moves_what_comes_on_average():
+    """Room for four times as many rows as are sent: those are neither read nor written, nor sent."""
+    given = "f32[2,128]{1,0}, f32[8,128]{1,0}, s64[2]{0}, s64[2]{0}, s64[2]{0}, s64[2]{0}"
+    groups = "replica_groups={{0,1}}"
+    lines = (
+        X,
+        "  %s = f32[2,128]{1,0} slice(%x), slice={[0:2], [0:128]}",
+        "  %n = s64[2]{0} constant({1, 1})",
+        f"  %a = (({given}), f32[8,128]{{1,0}}) ragged-all-to-all-start(%s, %x, %n, %n, %n, %n), {groups}",
+        "  ROOT %d = f32[8,128]{1,0} ragged-all-to-all-done(%a)",
+    )
+    text = entry(*lines).replace("is_scheduled=true", "is_scheduled=true, num_partitions=2")
+    assert moved(text)[1:] == [("ragged-all-to-all-start", 1024, 0, 1), ("ragged-all-to-all-done", 0, 1024, 1)]
+    (one,) = emitted_collectives(read_module(text), DeviceMesh({"expert": 2}))
+    assert (one.kind, one.axes, one.received) == ("all-to-all", ("expert",), 512.0)
 
 
 def fused(*inside):

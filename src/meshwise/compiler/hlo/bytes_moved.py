@@ -24,7 +24,7 @@ GEMM = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _WINDOW = re.compile(r"(\w+)=([\w.\-]+)")
 #: What kernels of the runtime say of themselves, in the scopes that they stand in (`runtime.kernels.counted`).
-_SAID = re.compile(r"\bkernel\.flops\.(\d+)")
+_SAID = re.compile(r"\bkernel\.flops\.(\d+)(?:\.bytes\.(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,14 @@ def moved_by(module: Module, computation: Computation, i: Instruction) -> float:
     return 0.0 if i.opcode in _NOTHING else float(sum(_moved(module, computation, i)))
 
 
+def kernel_says(i: Instruction) -> re.Match[str] | None:
+    """What a kernel says of itself: FLOPs and, where it leaves parts of its arrays alone, bytes."""
+    return _SAID.search(i.op_name) if i.opcode == "custom-call" else None
+
+
 def flops_said(i: Instruction) -> float:
     """FLOPs that a kernel says it has; 0 where it says nothing."""
-    found = _SAID.search(i.op_name) if i.opcode == "custom-call" else None
+    found = kernel_says(i)
     return float(found[1]) if found else 0.0
 
 
@@ -287,6 +292,10 @@ def _read_and_written(module: Module, computation: Computation, i: Instruction) 
             read, written = _called(operands, i)
         case "slice-start":  # its shape: what it is cut from, the part, what it counts with
             read, written = min(read, _bytes(i.shape.arrays[len(operands) :][:1])), 0
+        case "ragged-all-to-all-start":  # the larger side has room for more than comes on average
+            read, written = min(map(_stored, operands[:2])), 0
+        case "ragged-all-to-all-done":
+            read, written = 0, min(written, _stored(computation.by_name[operands[0].operands[0]]))
         case start if start.endswith("-start"):  # its result is written when it is done
             written = 0
         case done if done.endswith("-done"):
@@ -306,6 +315,10 @@ def _called(operands: Sequence[Instruction], i: Instruction) -> tuple[int, int]:
     target = i.attributes.get("custom_call_target", "").strip('"')
     if target in _RENAMING:
         return 0, 0
+    said = kernel_says(i)
+    if said and said[2]:
+        written = min(int(said[2]), sum(_in_memory(a) for a in i.shape.arrays))
+        return int(said[2]) - written, written
     results = i.shape.arrays[:1] if GEMM.search(target) else i.shape.arrays
     return sum(_stored(o) for o in operands), sum(_in_memory(a) for a in results)
 

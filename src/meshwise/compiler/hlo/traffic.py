@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshwise.compiler.hlo.bytes_moved import GEMM, flops_said
+from meshwise.compiler.hlo.bytes_moved import GEMM, kernel_says
 from meshwise.compiler.hlo.groups import DeviceMesh, axes_of_groups, axes_of_pairs, groups_of, pairs_of
 from meshwise.compiler.hlo.loops import Execution, executions, trip_count
 from meshwise.compiler.hlo.reader import Computation, Instruction, Module
@@ -159,6 +159,8 @@ def _emitted(
     payload = float(sum(a.num_bytes for a in results))
     if i.opcode.startswith("reduce-scatter"):
         payload *= size
+    if i.opcode.startswith("ragged-all-to-all"):  # the larger side has room for more than comes on average
+        payload = min(payload, float(computation.by_name[i.operands[0]].shape.arrays[0].num_bytes))
     return Emitted(
         kind=kind,
         axes=axes,
@@ -275,7 +277,7 @@ def _of(module: Module, computation: Computation, i: Instruction, execution: Exe
         yield f"the loop {i.name} ({i.op_name}): its rounds depend on data, and one is counted"
     elif i.opcode == "custom-call":
         target = i.attributes.get("custom_call_target", "").strip('"')
-        if not (GEMM.search(target) or _HARMLESS.search(target) or flops_said(i)):
+        if not (GEMM.search(target) or _HARMLESS.search(target) or kernel_says(i)):
             yield f"calls of {target}: neither products nor bytes of them are counted"
     elif _GROUPS.search(i.tail) and not sends and not i.opcode.endswith(_ENDS):
         yield f"{i.opcode}: devices take part in it together, and what it sends is not counted"

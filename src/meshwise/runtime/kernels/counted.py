@@ -1,6 +1,7 @@
 """Says in the program itself what a kernel multiplies: a compiled kernel is a box to those who read it.
 
-Named scopes survive every compiler, so they carry it: `kernel.flops.N`. Not here: who reads them (`compiler.hlo`).
+Named scopes survive every compiler, so they carry it: `kernel.flops.N`, and `.bytes.N` behind it where a kernel leaves
+parts of its arrays alone; others move each once. Not here: who reads them (`compiler.hlo`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ from contextlib import AbstractContextManager
 import jax
 
 from meshwise.runtime.kernels.masks import Pairs
+
+
+def says(flops: int, num_bytes: int) -> AbstractContextManager[None]:
+    """A scope that says what a kernel multiplies, and what it reads and writes."""
+    return jax.named_scope(f"kernel.flops.{flops}.bytes.{num_bytes}")
 
 
 def counted(

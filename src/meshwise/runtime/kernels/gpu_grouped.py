@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as triton_module
 
+from meshwise.runtime.kernels.counted import says
+
 _triton: Any = triton_module
 
 #: Columns of operands, and rows of each group, that a program reads at a time.
@@ -29,6 +31,7 @@ def multiply(
     *,
     transposed: bool = False,
     major: int = 0,
+    rest: bool = True,
     interpret: bool = False,
 ) -> jax.Array:
     """Multiply each group's rows with its matrix.
@@ -38,18 +41,21 @@ def multiply(
         matrices: [groups, D, F], or [groups, F, D] where transposed.
         groups: rows of each, and of all of them as many as are expected: what is said to be multiplied.
         major: which axis of the matrices is outermost in memory, so that they are read as they were gathered.
+        rest: whether rows of no group are to be zeros; nothing is written there otherwise.
         interpret: run without a GPU.
 
-    Returns: [n, F], zeros for rows of no group.
+    Returns: [n, F].
     """
     sizes, mean = groups
     count, depth, width = len(sizes), rows.shape[1], matrices.shape[1 if transposed else 2]
     block, columns = _block(mean, count), _columns(width)
-    numbers = _blocks_of_groups(sizes, rows.shape[0], block)
+    numbers = _blocks_of_groups(sizes, rows.shape[0], block, rest=rest)
     matrices = jnp.moveaxis(matrices, major, 0)
     kernel = partial(_multiply, size=(block, depth, width), columns=columns, groups=count, middle=major > 0)
     shape = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
-    with _counted(mean, (count, block), (depth, _DEPTH), (width, columns)):
+    written = rows.shape[0] if rest else mean
+    moved = ((mean, depth), rows.dtype), (matrices.shape, matrices.dtype), ((written, width), rows.dtype)
+    with says(_products(mean, (count, block), (depth, _DEPTH), (width, columns)), _num_bytes(*moved)):
         return pl.pallas_call(
             partial(kernel, transposed=transposed != (major == 2)),
             grid=(pl.cdiv(width, columns), len(numbers)),
@@ -88,7 +94,8 @@ def multiply_rows(
     shape = jax.ShapeDtypeStruct((depth, count, width) if major else (count, depth, width), dtype)
     ends = jnp.cumsum(sizes)
     numbers = jnp.stack([ends - sizes, ends], axis=1).astype(jnp.int32)
-    with _counted(mean, (count, _DEPTH), (depth, size[0]), (width, size[1])):
+    moved = ((mean, depth), rows.dtype), ((mean, width), others.dtype), (shape.shape, dtype)
+    with says(_products(mean, (count, _DEPTH), (depth, size[0]), (width, size[1])), _num_bytes(*moved)):
         made = pl.pallas_call(
             partial(_multiply_rows, ends=(depth, width), size=size, middle=major > 0),
             grid=(pl.cdiv(width, size[1]), pl.cdiv(depth, size[0]), count),
@@ -102,6 +109,26 @@ def multiply_rows(
     return jnp.moveaxis(made, 0, major)
 
 
+def unwritten(shape: tuple[int, ...], like: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """An array of the format of another, in which nothing is written.
+
+    It is made where the other is: `jax.lax.empty` is made once for all rounds of a loop, and copied in each.
+    """
+    made = jax.ShapeDtypeStruct(shape, like.dtype)
+    with says(0, 0):
+        found: jax.Array = pl.pallas_call(
+            lambda _like, _out: None,
+            grid=(1,),
+            in_specs=(_whole(like),),
+            out_specs=_whole(made),
+            out_shape=made,
+            compiler_params=_triton.CompilerParams(num_warps=1),
+            interpret=interpret,
+            name="unwritten",
+        )(like)
+    return found
+
+
 def _block(mean: int, groups: int) -> int:
     """Rows of a block: as many as matrix units take where a group has them, more where it has eight times as many."""
     each = max(mean // groups, 1)
@@ -113,10 +140,10 @@ def _columns(width: int) -> int:
     return 128 if pl.cdiv(width, 128) * 128 <= 1.1 * width else 64
 
 
-def _blocks_of_groups(sizes: jax.Array, count: int, block: int) -> jax.Array:
+def _blocks_of_groups(sizes: jax.Array, count: int, block: int, *, rest: bool) -> jax.Array:
     """First row, last and group of each block, as many as there could be: [blocks, 4]; the last group is of no rows."""
     sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)
-    blocks = -(-sizes // block)
+    blocks = -(-sizes // block) if rest else jnp.append(-(-sizes[:-1] // block), 0)
     until, last = jnp.cumsum(blocks), jnp.cumsum(sizes)
     number = jnp.arange(count // block + len(sizes), dtype=jnp.int32)
     group = jnp.sum(until[None, :] <= number[:, None], axis=1)  # after all of them: of blocks that are not there
@@ -131,8 +158,8 @@ def _whole(x: Any) -> Any:
     return pl.BlockSpec(x.shape, lambda *_: zeros)
 
 
-def _counted(mean: int, groups: tuple[int, int], *sides: tuple[int, int]) -> Any:
-    """A scope that says what a kernel multiplies: as many rows as expected, of each group's last block half.
+def _products(mean: int, groups: tuple[int, int], *sides: tuple[int, int]) -> int:
+    """FLOPs of as many rows as expected, of each group's last block half.
 
     Args:
         mean: rows of all groups.
@@ -140,7 +167,11 @@ def _counted(mean: int, groups: tuple[int, int], *sides: tuple[int, int]) -> Any
         sides: of the matrices, each with the step in which it is gone over.
     """
     rows = mean + groups[0] * (groups[1] - 1) // 2
-    return jax.named_scope(f"kernel.flops.{2 * rows * math.prod(pl.cdiv(side, step) * step for side, step in sides)}")
+    return 2 * rows * math.prod(pl.cdiv(side, step) * step for side, step in sides)
+
+
+def _num_bytes(*shapes: tuple[tuple[int, ...], Any]) -> int:
+    return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes)
 
 
 def _part(
