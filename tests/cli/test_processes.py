@@ -125,6 +125,12 @@ def test_an_interrupt_while_it_loads_is_said_in_words():
             assert out != ""
 
 
+def test_at_the_end_nothing_is_looked_through_for_garbage():
+    """Half of the time in which a large search ended went there."""
+    code = "import gc, meshwise.__main__ as m; m.main(); print(gc.get_freeze_count() > 0)"
+    assert call("--version", code=code).stdout.endswith("True\n")
+
+
 def judge(code, out, err, whole):
     assert code in (0, 130), err
     assert "Traceback" not in err

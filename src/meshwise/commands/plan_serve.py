@@ -185,14 +185,19 @@ def split_precisions(text: str) -> tuple[str, ...]:
 
 
 def find_serving_plans(
-    request: PlanServeRequest, problem: ServingProblem, progress: Tell = silent, time_limit: float | None = None
+    request: PlanServeRequest,
+    problem: ServingProblem,
+    progress: Tell = silent,
+    time_limit: float | None = None,
+    *,
+    spare: bool = False,
 ) -> ServingPlanResult:
-    """Answer the request; `problem` is its own, resolved; `time_limit` in seconds.
+    """Answer the request; `problem` is its own, resolved; `time_limit` in seconds, `spare` as in `Until`.
 
     Raises:
         InfeasibleError: nothing fits, nothing keeps the targets, or nothing was found in time.
     """
-    until, constraints = Until.after(time_limit), request.constraints_on(problem)
+    until, constraints = Until.after(time_limit, spare=spare), request.constraints_on(problem)
     try:
         if not request.simulates:
             return plan_serving(problem, constraints=constraints, top=request.top, until=until)
@@ -254,9 +259,14 @@ def find_alternatives(
             problem = request.model_copy(update={"on": name, "precision": precision}).problem()
             problems[Alternative(name or str(request.cluster), problem.load.precision)] = problem
 
+    found: list[ServingPlanResult] = []
+
     def search(problem: ServingProblem, share: float | None) -> ServingPlanResult:
-        which = f"{problem.cluster.name}, {problem.load.precision}"
-        return find_serving_plans(request, problem, lambda line: progress(f"{which}: {line}"), share)
+        which, spare = f"{problem.cluster.name}, {problem.load.precision}", bool(found)
+        found.append(
+            find_serving_plans(request, problem, lambda line: progress(f"{which}: {line}"), share, spare=spare)
+        )
+        return found[-1]
 
     return plan_alternatives(problems, search, request.top, time_limit)
 

@@ -5,20 +5,20 @@ Not here: layouts, or what a step costs (`evaluate`, `serving.step`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Program
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import ComputeRates
+from meshwise.costs.compute import ComputeRates, published_precision
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving, lowered_training
 from meshwise.costs.routing import Routing
 from meshwise.costs.spread import uncertainty_sources
 from meshwise.hardware import Cluster
-from meshwise.jobs import ServingLoad, TrainingJob
+from meshwise.jobs import ServingLoad, TrainingJob, parse_serving_precision
 from meshwise.models import Model
 from meshwise.sharding.serving import ServingLayoutChoices
 
@@ -102,6 +102,15 @@ class ServingProblem(_Problem):
             f"requests of {self.load.longest:,.0f} tokens exceed the {made_for:,} that the model was made for",
             *self.model.notes,
         )
+
+    @cached_property
+    def as_published(self) -> bool:
+        """Whether the model's checkpoint is quantised, and in these formats, but for the cache and the head."""
+        found, asked = self.model.quantization, self.load.formats
+        if found is None or found.weights is None:
+            return False
+        formats = parse_serving_precision(published_precision(self.model, self.cluster.chip))
+        return replace(formats, name=asked.name, meaning=asked.meaning, kv=asked.kv, head=asked.head) == asked
 
     @cached_property
     def compute_rates(self) -> ComputeRates:

@@ -21,14 +21,16 @@ class Until:
 
     Args:
         at: on `time.monotonic`'s clock; infinite for never.
+        spare: whether there is another plan to give, so that the user's interruption need not wait for one.
     """
 
     at: float = math.inf
+    spare: bool = False
 
     @classmethod
-    def after(cls, time_limit: float | None) -> Until:
+    def after(cls, time_limit: float | None, *, spare: bool = False) -> Until:
         """So many seconds from now; None for never."""
-        return cls() if time_limit is None else cls(time.monotonic() + time_limit)
+        return cls(math.inf if time_limit is None else time.monotonic() + time_limit, spare)
 
     @property
     def left(self) -> float | None:

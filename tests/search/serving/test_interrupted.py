@@ -130,6 +130,31 @@ def test_after_an_interruption_other_clusters_are_not_searched(monkeypatch):
     assert second == NOT_SEARCHED
 
 
+def test_a_cluster_that_is_interrupted_while_it_is_priced_is_given_up_where_another_has_plans(monkeypatch):
+    """Not its small engines: they take longer than a user who has seen an answer waits."""
+    priced, begun = Tables._of.__func__, []
+
+    def interrupted_at_the_second(cls, given, *rest):
+        begun.append(given.cluster.name)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return priced(cls, given, *rest)
+
+    monkeypatch.setattr(Tables, "_of", classmethod(interrupted_at_the_second))
+    found = find_alternatives(asked("h100:8,h200:8,b200:8"))
+    first, *others = found.found.values()
+    assert first.search.complete
+    assert others == [NOT_SEARCHED] * 2
+    assert begun == ["h100:8", "h200:8"]
+
+
+def test_no_simpler_plan_is_looked_for_after_an_interruption(monkeypatch):
+    given = problem(on="h100:8", prompt=512, output=64)
+    monkeypatch.setattr(planner, "find_simplest", lambda *_: pytest.fail("it was looked for"))
+    found = plan_serving(given, constraints=ServingConstraints(within=0.02), until=Until(0.0))
+    assert not found.search.complete
+
+
 def test_time_that_one_does_not_need_is_for_the_others(monkeypatch):
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

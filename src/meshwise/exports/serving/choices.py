@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from meshwise.core.dtypes import DType
-from meshwise.costs.compute import published_precision
 from meshwise.costs.problem import ServingProblem, readable_context
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.exports.choices import field_values, given_values
 from meshwise.exports.exported import Refusals, Rule
 from meshwise.hardware import Chip
-from meshwise.jobs import ServingLoad, parse_serving_precision
+from meshwise.jobs import ServingLoad
 from meshwise.jobs.lengths import parse_lengths
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention
@@ -107,11 +106,7 @@ class _OfProblem:
     def published(self) -> str:
         """The method by which the published checkpoint has just these formats, "" where it has others."""
         found = self.model.quantization
-        if found is None or found.weights is None:
-            return ""
-        formats = parse_serving_precision(published_precision(self.model, self.chip))
-        same = replace(formats, name="", meaning="", kv=self.load.formats.kv, head=self.load.formats.head)
-        return found.method if same == replace(self.load.formats, name="", meaning="") else ""
+        return found.method if found is not None and self.problem.as_published else ""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,8 @@ def plan_serving(
     plans, all_pairs, first = _estimated(tables, pairs, best), pairs, best[0]
     simple = None
     try:
-        simple = find_simplest(tables, constraints, pairs, first, _pair_up) if constraints.within else None
+        if constraints.within and complete:
+            simple = find_simplest(tables, constraints, pairs, first, _pair_up)
     except KeyboardInterrupt:
         complete = False
     if simple is not None:
@@ -187,7 +188,7 @@ def priced_tables(problem: ServingProblem, constraints: ServingConstraints, unti
     """
     check_precision(problem.cluster.chip, problem.load.formats.formats)
     asked: dict[str, Any] = {"max_batch": constraints.max_batch, "forbid": constraints.forbid}
-    return Tables.priced(problem, problem.network, **asked, tick=(until or Until()).tick)
+    return Tables.priced(problem, problem.network, **asked, until=until or Until())
 
 
 def _paired(tables: Tables, constraints: ServingConstraints, top: int, until: Until) -> tuple[int, Pairs, bool]:

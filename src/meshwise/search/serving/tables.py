@@ -33,6 +33,7 @@ from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
 from meshwise.search.candidates import Array, Index, Mask
 from meshwise.search.serving.space import Candidates, candidates, divisors
+from meshwise.search.until import OutOfTime, Until
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
@@ -148,16 +149,21 @@ class Tables:
         *,
         max_batch: int = 4096,
         forbid: tuple[str, ...] = (),
-        tick: Callable[[], None] = lambda: None,
+        until: Until = Until(),  # noqa: B008  (a value)
     ) -> Tables:
         """Price what is searched: batches up to `max_batch`, without the axes of `forbid`.
 
-        Where `tick`, or the user, ends that early, small engines alone are priced, which takes a moment.
+        Where the time is up, or the user ends that early, small engines alone are priced, which takes a second.
+
+        Raises:
+            KeyboardInterrupt: the user did, and there is another plan to give.
         """
         sizes = divisors(problem.cluster.num_chips)
         try:
-            return cls._of(problem, fabric, sizes, max_batch, forbid, tick)
-        except KeyboardInterrupt:
+            return cls._of(problem, fabric, sizes, max_batch, forbid, until.tick)
+        except KeyboardInterrupt as stopped:
+            if until.spare and not isinstance(stopped, OutOfTime):
+                raise
             small = tuple(n for n in sizes if n <= _SMALL)
             return replace(cls._of(problem, fabric, small, max_batch, forbid, lambda: None), whole=False)
 
