@@ -166,6 +166,13 @@ def test_folders_and_patterns_mean_the_traces_in_them(tmp_path):
         read_traces([str(tmp_path / "empty")])
 
 
+@pytest.mark.parametrize("to", ["nowhere", "link"])
+def test_a_link_that_leads_nowhere_is_no_trace(tmp_path, to):
+    (tmp_path / "link").symlink_to(to)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_traces([str(tmp_path / "link")])
+
+
 def test_chrome_traces_of_other_tools_are_one_device(tmp_path):
     events = [{"ph": "X", "name": n, "pid": 1, "tid": 1, "ts": t, "dur": d} for n, t, d in (("a", 0, 10), ("b", 2, 3))]
     trace = read_trace(save({"traceEvents": events}, tmp_path / "other.json.gz"))

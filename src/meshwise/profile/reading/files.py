@@ -145,7 +145,8 @@ def _places(path: str) -> list[Path]:
     """
     place = Path(path)
     if not place.exists():
-        found = [p for match in sorted(glob.glob(path, recursive=True)) for p in _places(match)]  # noqa: PTH207
+        matches = sorted(m for m in glob.glob(path, recursive=True) if Path(m).exists())  # noqa: PTH207 -- no broken links
+        found = [p for match in matches for p in _places(match)]
         if not found:
             raise ConfigError(f"{path}: no such file or folder")
         return found
