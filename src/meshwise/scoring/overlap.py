@@ -34,6 +34,10 @@ _DISPATCHERS = (
 )
 
 
+#: Words for positions that are dealt out evenly over a ring, and the minor release of PyTorch 2 that surely does so:
+#: `enable_load_balance` of torch.distributed.tensor.experimental, new in 2.6 and its nightly builds.
+_DEALT, _DEALT_SINCE = r"zig-?zag|striped|load[- ]balanced (?:ring|cp\b|context)", 7
+
 #: Seconds between kernels of a CUDA graph: of five engines of serving, 2 us within 7 % (docs/serving-accuracy.md).
 _GRAPH_GAP = 2e-6
 
@@ -46,8 +50,12 @@ def as_run(calibration: Calibration, run: TrainingRun) -> Calibration:
     """
     for traffic, hidden in _said(run):
         calibration = _with(calibration, traffic, hidden=hidden)
-    if says(GRAPHS, f"{run.software} {run.notes}".lower()):
+    words = f"{run.software} {run.notes}".lower()
+    if says(GRAPHS, words):
         calibration = replace(calibration, gap=min(calibration.gap, _GRAPH_GAP), mixture_launch=0.0)
+    torch = re.search(r"torch\w*[ =v]+2\.(\d+)", words)
+    if re.search(_DEALT, words) or (torch and int(torch[1]) >= _DEALT_SINCE):
+        calibration = replace(calibration, uneven_ring=False)
     once = first_match(_DISPATCHERS, run.dispatcher.lower() or _dispatcher(run))
     if once is None and run.dispatcher:
         raise MeshwiseError(f"dispatcher {run.dispatcher!r} is not understood; expected alltoall, deepep or hybridep")
