@@ -520,3 +520,6 @@ def test_sums_are_written_as_sums(run):
     written = [op["signature"] for block in told["workings"]["blocks"] for op in block["operations"]]
     assert any(" + " in s and " * " not in s for s in written), "the residual stream"
     assert any(" * " in s and " + " not in s for s in written)
+    asked = ("estimate", "train", "mamba2-2.7b", "--on", "h100:1", "--batch-tokens", "8Ki", "--seq-len", "1024")
+    biased = run(*asked, "--layout", "data=1", "--no-changes", "--explain").out
+    assert "ssm.step[B, T, Nr], b_ssm.dt[Nr] -> ssm.dt[B, T, Nr]" in biased, "a bias is added within a function"

@@ -98,7 +98,7 @@ def test_the_notation_of_workings_reads_back(drawn):
     signatures = {o.signature for b in w.blocks for o in b.operations}
     assert any(" * " in s for s in signatures)
     for signature in signatures:
-        tensors = [part for side in signature.split(" -> ") for part in re.split(r" [*+] ", side)]
+        tensors = [part for side in signature.split(" -> ") for part in re.split(r" [*+] |(?<=\]), ", side)]
         assert len(tensors) >= 2
         for text in tensors:
             assert str(parse_tensor(text.replace(".", "_"))) == text.replace(".", "_")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.core.tensors import Block, Elementwise
+from meshwise.core.tensors import Block, Elementwise, Kind
 from meshwise.costs.breakdown import (
     BlockBreakdown,
     Breakdown,
@@ -130,10 +130,17 @@ def _passes(compute: Mapping[str, PassCompute]) -> dict[str, PassCompute]:
     return {"forward": compute["forward"], "recompute": compute["recompute"], "backward": backward}
 
 
+def _is_bias(weight: str) -> bool:
+    return weight.startswith("b_") or weight.endswith(".bias")
+
+
 def _signature(item: LocalOp, used: frozenset[str]) -> str:
-    """Write an operation as an einsum of its inputs, or as their sum."""
+    """Write an operation as an einsum of its inputs, as their sum, or list those of a function that adds a bias."""
     adds = isinstance(item.op, Elementwise) and (item.op.linear or item.op.joins)
-    inputs = (" + " if adds else " * ").join(notation(h.tensor, h.sharding, used) for h in item.inputs)
+    biased = any(h.tensor.kind is Kind.WEIGHT and _is_bias(h.tensor.name) for h in item.inputs)
+    inputs = (" + " if adds else ", " if biased else " * ").join(
+        notation(h.tensor, h.sharding, used) for h in item.inputs
+    )
     return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, used)}"
 
 
