@@ -137,10 +137,6 @@ def anchor_each(rows: Sequence[TrainingPrediction]) -> Anchored | None:
     return Anchored(len(large), statistics.fmean(map(statistics.fmean, errors)), statistics.fmean(plain))
 
 
-def _error(p: TrainingPrediction, *, by: TrainingPrediction) -> float:
-    return abs(shared_factor([by.measured / by.expected]) * p.expected / p.measured - 1)
-
-
 def anchor_file(problem: TrainingProblem, path: str) -> Anchor:
     """The same with the rows of a file.
 
