@@ -86,7 +86,8 @@ def torn(rng: random.Random, text: str) -> str:
         case 3:
             parts.insert(at, rng.choice("[](){}_,=*>-.:+/\\'\"\0é@x "))
         case 4:
-            parts[at] = str(rng.choice([0, 1, 2, 3, 5, 7, 16, 1000, 10**6, 2**31, 10**12, 10**30]))
+            numbers = map(str, (0, 1, 2, 3, 5, 7, 16, 1000, 10**6, 2**31, 10**12, 10**30))
+            parts[at] = rng.choice([*numbers, "9" * 400, "9" * 5000])
         case _:
             other = rng.randrange(len(parts))
             parts[at], parts[other] = parts[other], parts[at]

@@ -279,6 +279,14 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
     assert str(caught.value) == words
 
 
+@pytest.mark.parametrize("digits", [17, 400, 5000])
+@pytest.mark.parametrize("text", ["mbs={}", "fsdp={}", "fsdp=-{}", "remat=full:{}", "offload=activations:{}"])
+def test_numbers_of_thousands_of_digits_are_refused(text, digits):
+    with pytest.raises(LayoutError, match="must be at most 9,007,199,254,740,992, found") as caught:
+        parse_layout(text.format("9" * digits), num_chips=64)
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

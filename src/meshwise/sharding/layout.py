@@ -13,7 +13,16 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from meshwise.core.errors import LayoutError
-from meshwise.sharding.layout_fields import ALIASES, LayoutFields, MeshLayout, Wires, check_count, check_word, is_whole
+from meshwise.sharding.layout_fields import (
+    ALIASES,
+    LayoutFields,
+    MeshLayout,
+    Wires,
+    check_count,
+    check_word,
+    is_whole,
+    read_count,
+)
 from meshwise.sharding.remat import RematRequest, parse_remat, remat_policy
 
 #: Mesh axes in the order in which they nest in the hardware unless told otherwise: innermost (fastest wires) first.
@@ -315,7 +324,7 @@ def _read_offload(value: str) -> dict[str, Any]:
     counted = re.search(r"activations:([0-9]+)", value.lower())
     words = re.sub(r"(activations):[0-9]+", r"\1", value.lower()).split("+")
     parts = {"offload": tuple(word for word in words if word != "none")}
-    return parts | ({"offload_layers": int(counted[1])} if counted else {})
+    return parts | ({"offload_layers": read_count("offload_layers", counted[1])} if counted else {})
 
 
 def layout_words(layout: Layout) -> str:

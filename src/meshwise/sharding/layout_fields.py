@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
-from meshwise.core.errors import LayoutError, UnknownNameError
+from meshwise.core.errors import LayoutError, UnknownNameError, quoted
 
 _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
@@ -117,7 +117,7 @@ class LayoutFields:
             raise UnknownNameError("layout axis or choice", name, known)
         if not re.fullmatch(r"-?[0-9]+", value):
             raise LayoutError(f"layout: {name} must be a whole number, found {part!r}")
-        size = int(value)
+        size = read_count(name, value)
         if name in self.axes and size < 1 and size != -1:
             raise LayoutError(f"layout: {name} must be at least 1, or -1 for the rest, found {part!r}")
         return size
@@ -209,10 +209,23 @@ class MeshLayout:
         return cls(**own | {"wires": _read_wires(value.get("wires"))})
 
 
+#: The largest number of a layout: all up to it are floats, too.
+_LARGEST = 2**53
+
+
+def read_count(name: str, digits: str) -> int:
+    """A whole number of a layout, from its digits, of which there may be thousands."""
+    if len(digits.lstrip("-0")) > len(str(_LARGEST)):
+        raise LayoutError(f"layout: {name} must be at most {_LARGEST:,}, found {quoted(digits)}")
+    return int(digits)
+
+
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no whole number of at least one."""
+    """Refuse what is no whole number of at least one, or too large a number."""
     if not is_whole(value) or value < 1:  # type: ignore[operator]
         raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
+    if value > _LARGEST:  # type: ignore[operator]
+        raise LayoutError(f"layout: {name} must be at most {_LARGEST:,}, found {quoted(value)}")
 
 
 def check_word(title: str, word: object, known: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from meshwise.core.backward import backward
 from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.core.kernels import Scan, SelectiveScan
 from meshwise.core.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor
+from meshwise.sharding.layout_fields import read_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,4 +310,4 @@ def parse_remat(text: str) -> RematRequest:
 
 def _request(policy: str, count: str | None, **how: bool) -> RematRequest:
     remat_policy(policy)  # checks the name
-    return RematRequest(policy, None if count is None else int(count), **how)
+    return RematRequest(policy, None if count is None else read_count("remat_layers", count), **how)
