@@ -22,6 +22,9 @@ def test_only_platforms_whose_schedulers_are_told_have_options():
 def test_how_many_collectives_are_in_flight_follows_from_the_layout(layout, expected):
     found = overlap_options("gpu", layout)
     assert {many for name, many in found.items() if name.endswith("overlap_limit")} == expected
+    ragged = overlap_options("gpu", layout, ragged=True)
+    fewer = {many for name, many in ragged.items() if name.endswith("overlap_limit")}
+    assert fewer == {min(many, 2) for many in expected}
 
 
 def test_a_step_is_compiled_with_the_options_of_its_devices(monkeypatch):

@@ -35,11 +35,17 @@ _OPTIONS: Mapping[str, Mapping[str, bool | int]] = {
 }
 
 
-def overlap_options(platform: str, layout: Layout) -> dict[str, bool | int]:
-    """Options of the compiler for a training step on devices of this platform, split so."""
+def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> dict[str, bool | int]:
+    """Options of the compiler for a training step on devices of this platform, split so.
+
+    Args:
+        platform, layout: of the step.
+        ragged: whether it has experts whose rows are multiplied by kernels. The scheduler takes these to be short, and
+            would start gathers of all experts' weights before those that are needed first: two at a time.
+    """
     options = dict(_OPTIONS.get(platform, {}))
     if platform in ("gpu", "cuda") and (many := _in_flight(layout)) > 1:
-        options[_IN_FLIGHT] = many
+        options[_IN_FLIGHT] = min(many, 2) if ragged else many
     return options
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwise.core.tensors import Route
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
@@ -153,7 +154,9 @@ class TrainStep:
     @property
     def compiler_options(self) -> dict[str, bool | int]:
         """Options with which it is to be compiled: `step.jitted.lower(...).compile(step.compiler_options)`."""
-        return overlap_options(self.stack.placement.platform, self.layout)
+        routed = any(isinstance(op, Route) for block in self.stack.program for op in block.ops)
+        ragged = routed and self.stack.around.expert_dispatch == "ragged"
+        return overlap_options(self.stack.placement.platform, self.layout, ragged=ragged)
 
     @property
     def _whole(self) -> NamedSharding:
