@@ -1,6 +1,7 @@
 """Sweeps: questions are read and refused with their place, each is answered once, and what stopped goes on."""
 
 import csv
+import errno
 import os
 import signal
 import subprocess
@@ -193,6 +194,23 @@ def test_one_sweep_writes_a_table(here):
     one.add({"key": "1", "status": "ok"})
     one.close(["1"])
     assert Table(Path("a.csv")).rows == {"1": {"key": "1", "status": "ok"}}
+
+
+def test_a_full_disk_keeps_the_table_that_was_there(here, monkeypatch):
+    table = Table(Path("a.csv"))
+    table.open(["key", "status"], [])
+    table.add({"key": "1", "status": "ok"})
+    table.close(["1"])
+    before = Path("a.csv").read_text()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MeshwiseError, match="No space left"):
+        Table(Path("a.csv")).open(["key", "status"], [])
+    assert Path("a.csv").read_text() == before
+    assert [p.name for p in Path().iterdir()] == ["a.csv"]
 
 
 def test_tables_that_cannot_be_written(here, capsys, monkeypatch):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError
+from meshwise.core.files import write_whole
 from meshwise.report.sweep import Row
 
 #: Columns that every table has; what they hold is text, whatever it looks like.
@@ -59,7 +59,7 @@ class Table:
         try:
             with self.journal.open("a") as before:
                 fcntl.flock(before, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _replace(self.journal, _text(self.columns, self.rows.values()).encode())
+                write_whole(self.journal, _text(self.columns, self.rows.values()).encode())
                 self._stream = self.journal.open("a", encoding="utf-8", newline="")
                 fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,9 +79,9 @@ class Table:
         place = {key: number for number, key in enumerate(order)}
         rows = sorted(self.rows.values(), key=lambda row: place.get(row[KEY], len(place)))
         if self.file.suffix == ".csv":
-            _replace(self.file, _text(self.columns, rows).encode())
+            write_whole(self.file, _text(self.columns, rows).encode())
         else:
-            _replace(self.file, _parquet(self.columns, rows))
+            write_whole(self.file, _parquet(self.columns, rows))
             self.journal.unlink()
         self._stream.close()
 
@@ -136,13 +136,6 @@ def _line(columns: Sequence[str], row: Mapping[str, Any]) -> str:
 
 def _text(columns: Sequence[str], rows: Iterable[Row]) -> str:
     return "".join([_line(columns, dict(zip(columns, columns, strict=True))), *(_line(columns, row) for row in rows)])
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Write a file as a whole: whoever reads it sees the old or the new one."""
-    new = file.with_name(f"{file.name}.new")
-    new.write_bytes(content)
-    os.replace(new, file)  # noqa: PTH105  (the same, said by its name)
 
 
 # Parquet
