@@ -1,11 +1,14 @@
 """The kernels that multiply groups of rows on NVIDIA GPUs, interpreted: the products of each group alone, in NumPy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import meshwise
+from meshwise.compiler.hlo.bytes_moved import matmuls
 from meshwise.runtime.kernels import gpu_grouped
 
 #: Few widths, since each is traced: what blocks go over, and what they do not.
@@ -64,3 +67,22 @@ def test_sums_are_wider_than_what_is_multiplied():
 def test_blocks_are_few_beside_the_rows_of_a_group():
     assert [gpu_grouped._block(8 * rows, 8) for rows in (0, 40, 64, 1000, 1024)] == [16, 32, 64, 64, 128]
     assert [gpu_grouped._columns(width) for width in (64, 96, 128, 192, 2880)] == [64, 64, 128, 64, 128]
+
+
+@pytest.mark.jax
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["h100", "b200"])
+def test_they_compile_for_gpus_that_are_absent(chip):
+    """Slow because XLA and ptxas compile; proves that widths of real models are taken, and what is said is read."""
+
+    def products(rows, others, matrices, sizes):
+        known = sizes, 4096
+        made = gpu_grouped.multiply(rows, matrices, known, major=1)
+        back = gpu_grouped.multiply(others, matrices, known, transposed=True, major=2)
+        return made, back, gpu_grouped.multiply_rows(rows, others, known, dtype=jnp.float32, major=2)
+
+    shapes = ((4096, 2880), (4096, 768), (8, 2880, 768))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = meshwise.explain(jax.jit(products), *arrays, jax.ShapeDtypeStruct((8,), jnp.int32), on=f"{chip}:1")
+    needed = 3 * 2 * 4096 * 2880 * 768
+    assert needed < sum(product.flops for product in matmuls(program.module)) < 1.1 * needed
