@@ -8,6 +8,7 @@ line. Not here: a verdict, which is for the reader of the table.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -139,7 +140,9 @@ def _times(floor: StepFloor | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    for row in ROWS:
-        if all(word in row.words for word in words):
-            print(show(row, details="--details" in sys.argv), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--details", action="store_true")
+    asked = parser.parse_args()
+    for chosen in (row for row in ROWS if all(word in row.words for word in asked.words)):
+        print(show(chosen, details=asked.details), flush=True)

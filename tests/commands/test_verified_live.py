@@ -24,7 +24,6 @@ PLANS = [
     ("gemma-3-27b", "h100:8", "fsdp=4,context=2,context_method=gather,remat=full"),
     ("llama-3-8b", "h100:8", "fsdp=4,tensor=2,micro_batch=2,loss=chunked,remat=full"),
     ("llama-3-8b", "v5e:2x4", "fsdp=8,remat=full"),
-    ("llama-3-8b", "v6e:2x4", "fsdp=8,remat=full"),
     ("gemma-3-27b", "v5p:2x2x2", "fsdp=8,remat=full"),
 ]
 
