@@ -24,6 +24,7 @@ def run(**changes):
         ("bf16 + float8", "fp8-current"),
         ("bf16 + FP8", "fp8-current"),
         ("float8 (rowwise)", "fp8-current"),
+        ("float8 (delayed scaling)", "fp8"),
         ("bf16 params, fp8 matmuls (rowwise)", "fp8-current"),
         ("bf16 (no fp8)", "bf16,master=fp32"),
         ("bf16 + MXFP8", "mxfp8"),
@@ -233,16 +234,22 @@ def test_recipes_of_formats(cells, precision):
         ({"notes": "tp_comm_overlap=False"}, "collective_matmul", False),
         ({"software": "torchtitan + compile, async TP"}, "collective_matmul", True),
         ({"software": "torchtitan + compile, no async TP"}, "collective_matmul", False),
-        ({"overlap": "gradients late; pipeline on"}, "late_once", ("whole", "pipelines")),
+        ({"overlap": "gradients late; pipeline on"}, "late_once", ("gradients",)),
         ({"overlap": "gradients late; pipeline on"}, "late_sends", 0),
-        ({"notes": "overlap_grad_reduce: false"}, "late_once", ("whole", "pipelines")),
+        ({"notes": "overlap_grad_reduce: false"}, "late_once", ("gradients",)),
+        ({"notes": "overlap_grad_reduce (off)"}, "late_once", ("gradients",)),
         ({"software": "Megatron-LM 2022", "year": 2022, "notes": "overlap_grad_reduce"}, "late_exchange", False),
+        ({"software": "Megatron-LM 2022", "year": 2022, "notes": "overlap_grad_reduce"}, "late_once", ("weights",)),
+        ({"software": "Megatron-LM 2022", "year": 2022, "overlap": "weights on"}, "late_once", ("gradients",)),
+        ({"notes": "tp_comm_overlap: null"}, "collective_matmul", False),
         ({"notes": "overlap_param_gather=0"}, "late_once", ("weights",)),
         ({"notes": "overlap_p2p_comm=False"}, "late_sends", 1),
         ({"notes": "overlap_moe_expert_parallel_comm=true"}, "beside_exchanges", True),
         ({"dispatcher": "alltoall"}, "distinct_dispatch", False),
         ({"notes": "moe_token_dispatcher_type=alltoall"}, "distinct_dispatch", False),
         ({"notes": "flex dispatcher, DeepEP"}, "distinct_dispatch", True),
+        ({"notes": "DeepEP disabled"}, "distinct_dispatch", False),
+        ({"notes": "moe_enable_deepep=false"}, "distinct_dispatch", False),
         ({"software": "torchtitan, CUDA graphs"}, "gap", 2e-6),
         ({"software": "torchtitan"}, "uneven_ring", True),
         ({"software": "torchtitan, PyTorch 2.5"}, "uneven_ring", True),
@@ -250,6 +257,8 @@ def test_recipes_of_formats(cells, precision):
         ({"software": "torchtitan", "notes": "load-balanced CP"}, "uneven_ring", False),
         ({"software": "NeMo 24.07, CUDA graphs"}, "gap", 1.9e-6),
         ({"software": "torchtitan without CUDA graphs"}, "gap", 7.9e-6),
+        ({"software": "torchtitan", "notes": "cuda_graph=False"}, "gap", 7.9e-6),
+        ({"software": "torchtitan, CUDA graphs off"}, "gap", 7.9e-6),
     ],
 )
 def test_traffic_that_a_row_says_is_hidden_or_not(cells, field, value):
@@ -257,6 +266,13 @@ def test_traffic_that_a_row_says_is_hidden_or_not(cells, field, value):
     assert getattr(build_scenario(run(**cells)).problem.calibration, field) == value
     as_asked = build_scenario(run(**cells), "fitted+megatron").problem.calibration  # by whoever scores
     assert as_asked == build_scenario(run(software="NeMo 24.07"), "fitted+megatron").problem.calibration
+
+
+@pytest.mark.parametrize("shared", ["DDP", "dist-opt"])
+def test_a_step_is_slower_where_gradients_wait(shared):
+    cells = {"n_chips": 64, "global_batch_seqs": 64, "fsdp_or_zero_stage": shared, "software": "NeMo 24.07"}
+    hidden, late = (predict_training(run(**cells, overlap=words)) for words in ("gradients on", "gradients off"))
+    assert late.expected > 1.02 * hidden.expected
 
 
 @pytest.mark.parametrize("cells", [{"overlap": "tensor maybe"}, {"overlap": "everything on"}, {"dispatcher": "pigeon"}])
@@ -292,6 +308,7 @@ def test_a_loss_in_chunks_holds_few_logits():
     assert chunked.memory["logits_and_loss"] == 2 * 2**30
     assert chunked.expected == pytest.approx(plain.expected - plain.memory["logits_and_loss"] + 2 * 2**30)
     assert "chunks" in " ".join(chunked.scenario.assumed)
+    assert predict_training(run(**cells, notes="no chunked cross-entropy")).memory == plain.memory
 
 
 PIPELINE = {"n_chips": 64, "tp": 4, "pp": 4, "dp": 4, "micro_batch": 1, "global_batch_seqs": 64, "dtype": "bf16"}
@@ -363,6 +380,12 @@ def test_what_software_of_a_year_was(cells, calibration):
         ("8 x ConnectX-7 400 Gb/s", 400),
         ("A100 (100 Gb/s Ethernet)", None),
         ("H100 96GB SXM (500 W, HBM2e 2.4 TB/s, 8 per node)", None),
+        ("8x H100 SXM, 3200 Gbps", 400),
+        ("64x H100 80GB SXM", None),
+        ("8x MI300X 192GB", None),
+        ("NVLink 7.2 Tb/s per GPU, IB 400 Gb/s per GPU", 400),
+        ("NVLink 3.6 Tb/s", None),
+        ("400 gb/s per gpu", 400),
     ],
 )
 def test_networks_as_sources_write_them(words, gb_per_s):
@@ -399,6 +422,9 @@ def test_a_share_of_recomputation_is_not_all_of_it():
             ("optimizer", "activations"),
         ),
         ({"fsdp_or_zero_stage": "ZeRO-3, no offload", "recompute": "full"}, None),
+        ({"fsdp_or_zero_stage": "FSDP, cpu_offload=False", "recompute": "full"}, None),
+        ({"fsdp_or_zero_stage": "ZeRO-3, offload: none", "recompute": "full"}, None),
+        ({"fsdp_or_zero_stage": "ZeRO-3 non-offloaded", "recompute": "full"}, None),
     ],
 )
 def test_state_in_the_hosts_memory(cells, offload):

@@ -82,9 +82,9 @@ class Links:
 IDEAL_LINKS = Links(1.0, overlapped=True)
 
 
-#: What may wait for all compute of a step: gathers of new "weights", sums of gradients of weights that every replica
-#: holds "whole", sums of gradients in "pipelines".
-LATE_ONCE = ("weights", "whole", "pipelines")
+#: What may wait for all compute of a step: gathers of new "weights", sums of "gradients", of weights that every replica
+#: holds "whole" alone, in "pipelines" alone.
+LATE_ONCE = ("weights", "gradients", "whole", "pipelines")
 
 
 @dataclass(frozen=True, slots=True)

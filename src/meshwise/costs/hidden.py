@@ -49,7 +49,8 @@ def _hidden(calibration: Calibration, layout: Layout) -> Iterator[tuple[str, str
         yield "fsdp", "the compute of the layer before"
     if layout.data > 1 or (others > 1 and not layout.fully_sharded):
         late = calibration.late_once
-        waits = ("whole" in late and layout.zero == 0) or ("pipelines" in late and layout.stage > 1)
+        waits = "gradients" in late or ("whole" in late and layout.zero == 0)
+        waits = waits or ("pipelines" in late and layout.stage > 1)
         yield "gradients", "" if waits or calibration.late_exchange else "the last backward pass"
         if layout.zero:
             waits = "weights" in late or calibration.late_exchange

@@ -215,7 +215,7 @@ def _free(purpose: Purpose, calibration: Calibration, shape: PipelineShape) -> N
     """Whether what happens once a step for a purpose may hide, 1 or 0."""
     if purpose is Purpose.WEIGHTS:
         return float("weights" not in calibration.late_once)
-    if "whole" in calibration.late_once:
+    if {"whole", "gradients"} & {*calibration.late_once}:
         return 0.0
     return where(shape.stages > 1, 0.0, 1.0) if "pipelines" in calibration.late_once else 1.0
 

@@ -17,7 +17,7 @@ _PRECISIONS = (
     (r"nvfp4|^fp4", "nvfp4"),
     (r"\b(?:no|not|without) (?:fp8|float8)", "bf16,master=fp32"),
     (r"fp8.*1x128|fp8-block|block-?wise|sub-?channel", "fp8-block"),
-    (r"fp8.*delayed", "fp8"),
+    (r"(?:fp8|float8).*delayed", "fp8"),
     (r"float8|^bf16\b.*\bfp8|fp8.*(?:row-?wise|tensor-?wise|current|dynamic)", "fp8-current"),
     (r"fp8-cs|main value", "fp8-current"),
     (r"^fp8", "fp8"),

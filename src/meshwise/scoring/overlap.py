@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration import Calibration
+from meshwise.costs.calibration import LATE_ONCE, Calibration
 from meshwise.scoring.rows import TrainingRun, first_match
 from meshwise.scoring.software import GRAPHS, says
 
@@ -24,12 +24,16 @@ _TRAFFIC = {
     "experts": (r"experts?", r"overlap[-_ ]moe[-_ ]expert[-_ ]parallel[-_ ]comm"),
 }
 
-_OFF = r"off|false|0|no|late|exposed|disabled"
+_OFF = r"off|false|0|no|none|null|late|exposed|disabled"
 _STATE = rf"(?P<state>on|true|1|yes|hidden|enabled|{_OFF})"
 
+#: Traffic once a step -> what of `LATE_ONCE` is of it.
+_ONCE = {"gradients": ("gradients", "whole", "pipelines"), "weights": ("weights",)}
+
 #: A source's words for the dispatcher of a mixture -> whether a token is sent once to each destination.
+_DEEP = r"deep-?ep|hybrid-?ep"
 _DISPATCHERS = (
-    (r"deep-?ep|hybrid-?ep|\bflex\b", True),
+    (rf"{_DEEP}|\bflex\b", True),
     (r"all-?to-?all|allgather|all-gather|\ba2a\b", False),
 )
 
@@ -66,7 +70,7 @@ def _said(run: TrainingRun) -> Iterable[tuple[str, bool]]:
     """Traffic of which the row says whether it is hidden."""
     words = f"{run.software} {run.notes}".lower()
     for traffic, (_, option) in _TRAFFIC.items():
-        found = re.search(rf"(?P<denied>\b(?:no|not|without)[- ])?(?:{option})(?:[ =:]+{_STATE}\b)?", words)
+        found = re.search(rf"(?P<denied>\b(?:no|not|without|disabled?)[- _])?(?:{option})(?:[ =:(]+{_STATE}\b)?", words)
         if found:
             yield traffic, not (found["denied"] or re.fullmatch(_OFF, found["state"] or ""))
     for part in filter(None, (p.strip() for p in re.split(r"[,;]", run.overlap.lower()))):
@@ -81,14 +85,14 @@ def _said(run: TrainingRun) -> Iterable[tuple[str, bool]]:
 def _dispatcher(run: TrainingRun) -> str:
     """What remarks call the dispatcher; "" where they do not."""
     words = f"{run.software} {run.notes}".lower()
-    named = re.search(r"deep-?ep|hybrid-?ep", words)
+    if re.search(_DEEP, words):
+        return "deepep" if says(_DEEP, words) else "alltoall"
     found = re.search(r"dispatcher(?:[-_ ]type)?[ =:]+([\w-]+)|([\w-]+) dispatcher", words)
-    return named[0] if named else next(filter(None, found.groups())) if found else ""
+    return next(filter(None, found.groups())) if found else ""
 
 
 def _with(c: Calibration, traffic: str, *, hidden: bool) -> Calibration:
     """The calibration where one kind of traffic is hidden, or waited for."""
-    once = {"gradients": ("whole", "pipelines"), "weights": ("weights",)}.get(traffic, ())
     match traffic:
         case "tensor":
             return replace(c, collective_matmul=hidden)
@@ -96,7 +100,7 @@ def _with(c: Calibration, traffic: str, *, hidden: bool) -> Calibration:
             return replace(c, late_sends=0 if hidden else max(c.late_sends, 1), late_schedules=())
         case "experts":
             return replace(c, beside_exchanges=hidden)
-        case _:
-            late = tuple(dict.fromkeys((*c.late_once, *once)))
-            kept = tuple(name for name in c.late_once if name not in once)
-            return replace(c, late_exchange=c.late_exchange and not hidden, late_once=kept if hidden else late)
+        case _:  # what waited together (`late_exchange`) is said of each by itself from here on
+            before = {*c.late_once, *(("gradients", "weights") if c.late_exchange else ())}
+            late = before - {*_ONCE[traffic]} if hidden else before | {traffic}
+            return replace(c, late_exchange=False, late_once=tuple(name for name in LATE_ONCE if name in late))

@@ -187,7 +187,7 @@ Sharing = Literal["both ways", "gathered"]
 
 #: Patterns -> whether all requests start together, how weights are shared; None where they do not say.
 _PHRASES: tuple[tuple[str, tuple[bool | None, Sharing | None]], ...] = (
-    (r"static(?: batch(?:es|ing)?)?|single[ -](?:stream|request)|fixed batch|batch inference", (True, None)),
+    (r"static(?: batch(?:es|ing)?)?|single[ -](?:stream|request)|fixed batch(?: size)?|batch inference", (True, None)),
     (r"(?:continuous|in-?flight|dynamic)(?: batch(?:es|ing)?)?", (False, None)),
     # How requests came, where `batch` or `concurrency` says how many were under way.
     (r"(?:closed|open)[ -]loop|poisson|gamma|bursts?|requests at once|(?:trace )?replay(?:ed)?", (False, None)),
@@ -222,7 +222,7 @@ def parse_mode(text: str) -> tuple[bool | None, Sharing | None]:
         MeshwiseError: an unknown phrase, or two that contradict each other.
     """
     words = re.sub(r"\(.*?\)", " ", text.lower())
-    if re.search(r"\bdisagg", words):
+    if re.search(r"(?<!non-)(?<!not )\bdisagg", words):
         raise MeshwiseError(f"serving_mode {text!r}: prefill and decode on engines of their own are not compared")
     found = [meaning for pattern, meaning in _PHRASES if re.search(rf"\b(?:{pattern})\b", words)]
     unknown = words

@@ -280,10 +280,15 @@ _OTHER = 0.1
 
 
 #: A rate in bits, as sources write it, and what may stand before the thing that it is of.
-_BITS = r"([\d,.]*\d)\s*([GT])b(?:it)?(?:ps|/s)\b[^,;)]{0,24}?"
+_BITS = r"([\d,.]*\d)\s*([GTgt])b(?:it)?(?:ps|/s)\b[^,;)]{0,24}?"
 
 #: Bits/s above which a rate that says neither of what is that of a node: ports have 800 Gb/s at most.
 _PORT = 800e9
+
+
+#: Names of chips after their number, and links within a node: neither is the network between nodes.
+_NO_CHIP = r"(?![A-Za-z ]*?\b(?:A|B|H|L|V|GB|GH|MI)\d)"
+_INSIDE = r"[^,;()]*(?:NV-?Link|NV-?Switch|xGMI|Infinity Fabric)[^,;()]*"
 
 
 def node_bandwidth(words: str, chips: int = 8) -> float | None:
@@ -302,14 +307,16 @@ def node_bandwidth(words: str, chips: int = 8) -> float | None:
         words: of the source.
         chips: of a node.
     """
-    if found := re.search(r"(\d+)\s*x\s*(?:ConnectX-\d|[A-Za-z -]*)\s*(\d{2,3})(?:\s*Gb/s)?(?![\d.]*\s*GB)", words):
+    words = re.sub(_INSIDE, "", words, flags=re.IGNORECASE)
+    ports = rf"(\d+)\s*x\s*{_NO_CHIP}(?:ConnectX-\d|[A-Za-z -]*)\s*(\d{{2,3}})(?:\s*Gb/s)?(?![\d.]*\s*GB)"
+    if found := re.search(ports, words):
         share = _OMNI_PATH if "omni-path" in words.lower() else 1.0
         return share * int(found[1]) * int(found[2]) * 1e9 / 8
     for found in re.finditer(
-        rf"{_BITS}[^,;)]{{0,24}}?(?:(?:per|an?|each|/) ?(node|host|server|GPU|chip)|$|[,;)])", words
+        rf"{_BITS}[^,;)]{{0,24}}?(?:(?:per|an?|each|/) ?((?i:node|host|server|GPU|chip))|$|[,;)])", words
     ):
-        rate = float(found[1].replace(",", "")) * {"G": 1e9, "T": 1e12}[found[2]] / 8
-        if found[3] in ("GPU", "chip"):
+        rate = float(found[1].replace(",", "")) * {"G": 1e9, "T": 1e12}[found[2].upper()] / 8
+        if (found[3] or "").lower() in ("gpu", "chip"):
             return rate * chips
         if found[3] or 8 * rate > _PORT:
             return rate

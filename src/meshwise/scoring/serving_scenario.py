@@ -188,9 +188,14 @@ def _precision(run: ServingRun) -> tuple[str, tuple[str, ...]]:
     formats of storage alone unless it says int8 operands.
     """
     notes = []
-    whole, _, apart = run.weights_dtype.partition(";")
+    whole, _, apart = (part.strip().lower() for part in run.weights_dtype.partition(";"))
+    if apart and not apart.startswith("experts"):
+        raise MeshwiseError(
+            f"weights_dtype {run.weights_dtype!r}: after a semicolon stands the format of experts, as in 'fp8; experts "
+            f"nvfp4', found {apart!r}"
+        )
     weights = _format("weights_dtype", whole) if whole else "bf16"
-    experts = _format("weights_dtype", apart.strip().lower().removeprefix("experts")) if apart else weights
+    experts = _format("weights_dtype", apart.removeprefix("experts").strip()) if apart else weights
     if not run.weights_dtype:
         notes.append("weights_dtype is blank: bf16, as the model is published, taken")
     given = _format("act_dtype", run.act_dtype) if run.act_dtype else ""

@@ -25,6 +25,12 @@ _STAGES = (
     (r"\bd?dp\b|\bnone\b|no optimizer|zero[-_ ]*(?:stage)?[-_ ]*0|stage 0|^0$|^no$|data[- ]parallel|replicated", 0),
 )
 
+#: Words that deny an offload.
+_NO_OFFLOAD = (
+    r"\b(?:no|not|non|without)[- ](?:\w+[- ])?offload"
+    r"|offload\w*(?:[ =:(]+(?:off|false|disabled)|[ ]?[=:] ?(?:0|no|none|null))\b"
+)
+
 #: Words for groups of several copies, each of which shares one.
 _HYBRID = r"hybrid|hsdp"
 
@@ -48,7 +54,7 @@ def read_sharing(
     dp = sizes["data"]
     if not words:
         return
-    if "offload" in words and not re.search(r"(?:no|without) (?:cpu[- ])?offload", words):
+    if "offload" in words and not re.search(_NO_OFFLOAD, words):
         choices["offload"] = ("optimizer", "parameters") if "param" in words else ("optimizer",)
     stage = first_match(_STAGES, words)
     if stage is None:

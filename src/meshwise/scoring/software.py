@@ -26,6 +26,9 @@ GRAPHS = r"cuda[- _]?graphs?"
 _BLOCKING = r"launch[_ ]blocking|launches block"
 _NOT = r"(?:\b(?:no|not|without|un)[ -]?(?:yet )?)(?:"
 
+#: Words after a name that deny it.
+_OFF = r"(?:[ =:(]+(?:off|false|disabled)|[ ]?[=:] ?(?:0|no|none|null))\b(?!\.)"
+
 #: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
 _WORDS = (
     (r"maxtext|jax|levanter|axlearn|\bt5x\b|\bpax(?:ml)?\b|flax|\balpa\b|easylm|easydel|haiku|gspmd", "xla", 9999),
@@ -95,7 +98,7 @@ def _launched(run: TrainingRun, software: str) -> str | None:
 
 def says(pattern: str, words: str) -> bool:
     """Whether words are there, and not denied."""
-    return re.search(pattern, words) is not None and re.search(f"{_NOT}{pattern})", words) is None
+    return re.search(pattern, words) is not None and re.search(rf"{_NOT}{pattern})|(?:{pattern}){_OFF}", words) is None
 
 
 def _is_known(software: str, unseen: str) -> bool:

@@ -32,7 +32,7 @@ from meshwise.scoring.recompute import names_origin, read_recompute
 from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import Scenario, cluster_of, model_of
 from meshwise.scoring.sharing import read_sharing
-from meshwise.scoring.software import UNKNOWN, calibration_of
+from meshwise.scoring.software import UNKNOWN, calibration_of, says
 from meshwise.search import complete_layout
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 
@@ -328,7 +328,7 @@ _CHUNKED = (
 def _spared(scenario: TrainingScenario, estimate: Estimate) -> tuple[Mapping[str, float], tuple[str, ...]]:
     """Memory without what the row says is spared, or software spares where a run that ran would not fit; what it is."""
     memory, notes = dict(estimate.memory), list[str]()
-    if memory.get("logits_and_loss", 0.0) > _CHUNK and re.search(_CHUNKED, scenario.run.words):
+    if memory.get("logits_and_loss", 0.0) > _CHUNK and says(_CHUNKED, scenario.run.words):
         _spare(memory, "logits_and_loss", _CHUNK)
         notes.append("the loss is computed in chunks of the sequence")
     whole = dict(memory), tuple(notes)
