@@ -279,6 +279,10 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
     assert str(caught.value) == words
 
 
+def test_zeros_before_a_number_say_nothing():
+    assert parse_layout(f"fsdp={'0' * 5000}8", num_chips=8).sizes["fsdp"] == 8
+
+
 @pytest.mark.parametrize("digits", [17, 400, 5000])
 @pytest.mark.parametrize("text", ["mbs={}", "fsdp={}", "fsdp=-{}", "remat=full:{}", "offload=activations:{}"])
 def test_numbers_of_thousands_of_digits_are_refused(text, digits):

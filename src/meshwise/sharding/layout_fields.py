@@ -215,9 +215,10 @@ _LARGEST = 2**53
 
 def read_count(name: str, digits: str) -> int:
     """A whole number of a layout, from its digits, of which there may be thousands."""
-    if len(digits.lstrip("-0")) > len(str(_LARGEST)):
+    plain = digits.lstrip("-0") or "0"
+    if len(plain) > len(str(_LARGEST)):
         raise LayoutError(f"layout: {name} must be at most {_LARGEST:,}, found {quoted(digits)}")
-    return int(digits)
+    return -int(plain) if digits.startswith("-") else int(plain)
 
 
 def check_count(name: str, value: object) -> None:
