@@ -138,10 +138,10 @@ def _flops_reasons(key: Operation, missing: float, expected: Expected, *, fused:
         # One kernel finds the gradients of queries, another those of keys and values: two of five products twice.
         twice = min(forward, missing) if fused else 0.0
         return [Difference("scores twice", twice), Difference("masked pairs", missing - twice)]
-    if fused and 0 < missing <= 0.5 * expected.flops.get(key, 0.0):
-        return [Difference("part blocks", missing)]
     if forward and abs(missing + forward) < 0.02 * forward:
         return [Difference("not again", missing)]
     if forward and abs(missing - forward) < 0.02 * forward:
         return [Difference("again", missing)]
+    if fused and 0 < missing <= 0.5 * expected.flops.get(key, 0.0):
+        return [Difference("part blocks", missing)]
     return []

@@ -166,7 +166,9 @@ def _refuse_impossible(spec: Architecture, values: Mapping[str, Any]) -> None:
 
 
 #: Formats of weights that names of published checkpoints hold.
-_NAMED_FORMAT = re.compile(r"(?i)(?<![a-z0-9])(fp8|mxfp4|nvfp4|fp4|int8|int4|awq|gptq|w8a8|w4a16)(?![a-z0-9])")
+_NAMED_FORMAT = re.compile(
+    r"(?i)(?<![a-z0-9])(fp8|mxfp4|nvfp4|fp4|int8|int4|awq|gptq|w8a8|w4a16|[48]-?bit)(?![a-z0-9])"
+)
 
 
 def _unsaid_formats(name: str, read: Reading) -> str:
@@ -175,8 +177,8 @@ def _unsaid_formats(name: str, read: Reading) -> str:
     if named is None or read.quantization() is not None:
         return ""
     return (
-        f"the name says {named[1]}, and no 'quantization_config' (nor hf_quant_config.json beside it) does: published "
-        "weights are taken as 'torch_dtype' has them; say their formats by --precision"
+        f"the name says {named[1]}, and no 'quantization_config' (nor hf_quant_config.json beside it) does: the "
+        "published weights are taken to be in its 'torch_dtype'; give their formats by --precision"
     )
 
 

@@ -106,7 +106,8 @@ def _ranking(found: ServingAlternatives) -> RenderableType:
     def note(row: Mapping[str, Any]) -> str:
         which, plan = row["which"], row["plan"]
         sent = next((p for p in planned[which].simulated if p.estimate is plan), None)
-        simulated = "" if sent is None else f"; simulated at {sent.rate:.4g} requests/s, times are p99"
+        simulated = f"; simulated at {sent.rate:.4g} requests/s, times are p99" if sent else ""
+        simulated = simulated or simulated_words(planned[which], plan)
         return f"{which}: {layouts_words(plan.setup)}{simulated}"
 
     rows = [

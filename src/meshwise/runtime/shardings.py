@@ -68,6 +68,12 @@ class Placement:
         return str(self.mesh.devices.flat[0].platform)
 
     @property
+    def is_nvidia(self) -> bool:
+        """Whether the devices are GPUs of NVIDIA: those of AMD have the same platform."""
+        kind = str(self.mesh.devices.flat[0].device_kind).lower()
+        return self.platform in ("gpu", "cuda") and "amd" not in kind and "mi3" not in kind
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that may split something here."""
         return tuple(a for a in self.mesh.axis_names if a not in self.outside)

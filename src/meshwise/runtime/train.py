@@ -258,9 +258,7 @@ def train_step(
         sizes=program.sizes,
         capacity=job.capacity_factor,
         collective_matmul=layout.collective_matmul,
-        expert_dispatch=layout.dispatch(
-            dropless=job.capacity_factor is None, nvidia=placement.platform in ("gpu", "cuda")
-        ),
+        expert_dispatch=layout.dispatch(dropless=job.capacity_factor is None, nvidia=placement.is_nvidia),
         loss=layout.loss,
     )
     in_rounds = layout.stage > 1 and layout.schedule == "gpipe"
