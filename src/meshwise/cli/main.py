@@ -99,8 +99,9 @@ class LazyGroup(click.Group):
             raise MeshwiseError(f"unknown command {name!r}: {GUESSES[name]}")
         if name not in self.lazy and not name.startswith("-"):
             if _NOT_COMMANDS.fullmatch(name):
-                of_all = ["fit MODEL --on", "plan train MODEL --on"] if _CLUSTER.fullmatch(name) else ["model", "fit"]
-                verbs = [*self.lazy] if ctx.parent else of_all
+                is_cluster = _CLUSTER.fullmatch(name) is not None
+                of_all = ["fit MODEL --on", "plan train MODEL --on"] if is_cluster else ["model", "fit"]
+                verbs = [f"{verb} MODEL --on" if is_cluster else verb for verb in self.lazy] if ctx.parent else of_all
                 where = " or ".join(f"'{ctx.command_path} {verb} {name} ...'" for verb in verbs)
                 raise MeshwiseError(f"unknown command {name!r}: what is asked comes first, {where}")
             raise UnknownNameError("command", name, self.lazy, hint=f"See '{ctx.command_path} --help'.")
@@ -281,7 +282,9 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure("UsageError", f"{short(told)}\nSee '{where} --help'.", 2)
         case click.UsageError():
             where, told = error.ctx.command_path if error.ctx else "meshwise", error.format_message()
-            beside = "; all else are options: a cluster is --on h100:8" if "extra argument" in told else ""
+            options = [name for p in error.ctx.command.params for name in p.opts] if error.ctx else []
+            extra = "extra argument" in told and "--on" in options
+            beside = "; all else are options: a cluster is --on h100:8" if extra else ""
             return _Failure("UsageError", f"{short(told)}{beside}\nSee '{where} --help'.", 2)
         case click.ClickException():
             return _Failure(type(error).__name__, short(error.format_message()), 2)
