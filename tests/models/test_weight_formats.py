@@ -162,6 +162,16 @@ def test_a_method_that_is_not_known_asks_for_formats():
     config = {**load_model("llama-3-8b").config, "quantization_config": {"quant_method": "hqq"}}
     with pytest.raises(MeshwiseError, match=r"quantised by 'hqq'.*--precision"):
         published_precision(read_config(config, name="x"), parse_cluster("h100:8").chip)
+    assert any(
+        "quantised by 'hqq', of which no size is known" in note for note in read_config(config, name="x").spec.notes
+    )
+
+
+def test_a_narrow_cache_alone_quantises_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(load_model("llama-3-8b").config)))
+    beside = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert published_precision(load_model(str(tmp_path / "config.json"))) == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def _with_formats_beside(config: dict[str, Any], file: Path) -> dict[str, Any]:
     said = parse_json(_text(beside), str(beside)).get("quantization")
     if not isinstance(said, dict):
         raise ConfigError(f"{beside}: key 'quantization': expected an object, as ModelOpt writes it")
-    return _with_formats(config, said)
+    return config if said.get("quant_algo") is None else _with_formats(config, said)  # of a cache alone
 
 
 def _with_formats(config: dict[str, Any], formats: Mapping[str, Any] | None) -> dict[str, Any]:

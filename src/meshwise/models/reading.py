@@ -172,9 +172,12 @@ _NAMED_FORMAT = re.compile(
 
 
 def _unsaid_formats(name: str, read: Reading) -> str:
-    """What to say of a name that holds a format of weights which the configuration does not say."""
-    named = _NAMED_FORMAT.search(name)
-    if named is None or read.quantization() is not None:
+    """What to say where the format of published weights is not known: by its method, or by the name alone."""
+    named, found = _NAMED_FORMAT.search(name), read.quantization()
+    if found is not None and found.weights is None:
+        method = repr(found.method) if found.method else "a method that is not named"
+        return f"quantised by {method}, of which no size is known here; give its formats by --precision"
+    if named is None or found is not None:
         return ""
     return (
         f"the name says {named[1]}, and no 'quantization_config' (nor hf_quant_config.json beside it) does: the "
