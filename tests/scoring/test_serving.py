@@ -208,6 +208,7 @@ def test_formats(cells, precision):
         ({"n_kv_heads": "32"}, "n_kv_heads is 32, and that of llama-3.1-8b is 8"),
         ({"batch": "16"}, "batch 16 of 1 engines is 16 requests at once, but concurrency is 8"),
         ({"weights_dtype": "int4; lm_head fp8"}, "after a semicolon stands the format of experts"),
+        ({"weights_dtype": "fp8; experts nvfp4"}, "the model has no experts"),
         ({"weights_dtype": "fp8; experts q17"}, "weights_dtype 'q17' is not understood"),
         (
             {"measured_metric": "output_tokens_per_s", "unit": "tokens/s/GPU"},

@@ -50,6 +50,8 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
     precision, of_precision = _precision(run)
     if run.ep not in (None, 1) and not model.mixtures:
         raise MeshwiseError(f"ep {run.ep} of a model without experts; expected 1 or a blank cell")
+    if ";" in run.weights_dtype and not model.mixtures:
+        raise MeshwiseError(f"weights_dtype {run.weights_dtype!r}: the model has no experts; expected one format")
     layouts, of_layout = _layouts(run)
     _check_dies(run, cluster.chip)
     prompt, output, of_lengths = _lengths(run)
