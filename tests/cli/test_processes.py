@@ -1,5 +1,6 @@
 """Processes of the command line where their surroundings fail: streams, signals, homes, caches, networks."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.cli import main as cli
 from tests.cli.test_main import JAX, WORKING
 
 #: Says when it is about to run, which the start of an interpreter would otherwise blur.
@@ -129,6 +131,21 @@ def test_at_the_end_nothing_is_looked_through_for_garbage():
     """Half of the time in which a large search ended went there."""
     code = "import gc, meshwise.__main__ as m; m.main(); print(gc.get_freeze_count() > 0)"
     assert call("--version", code=code).stdout.endswith("True\n")
+
+
+def test_what_a_library_makes_of_an_interrupt_is_one(monkeypatch, capsys):
+    def swallowed(**_):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(cli.app, "main", swallowed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main(["chips"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 def judge(code, out, err, whole):

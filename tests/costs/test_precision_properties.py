@@ -81,10 +81,12 @@ def test_a_faster_chip_never_slows_a_step(case, what, factor):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9), name
 
 
-@every_case(one_of(*sorted(n for n, p in PRECISIONS.items() if p.recipe)))
-def test_a_recipe_never_gains_more_than_its_bits(case, name):
+@every_case(between(0.0, 1.0))
+def test_a_recipe_never_gains_more_than_its_bits(case, which):
     chip = case.problem.cluster.chip
-    assume(can(chip, name))
+    names = sorted(name for name, p in PRECISIONS.items() if p.recipe and can(chip, name))
+    assume(names)
+    name = names[min(int(which * len(names)), len(names) - 1)]
     wide, narrow = (estimate_training(changed(case, precision=p), *case[1:]).step_time for p in ("mixed", name))
     peaks = chip.peak(PRECISIONS[name].compute) / chip.peak(PRECISIONS["mixed"].compute)
     most = max(peaks, 2 / (PRECISIONS[name].compute.bytes))

@@ -14,10 +14,13 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import click
@@ -236,6 +239,12 @@ def main(args: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a question mark where the terminal's encoding lacks a character
             stream.reconfigure(errors="replace")
     warnings.showwarning = _warn
+    with _interrupts() as interrupted:
+        return _run(words, interrupted)
+
+
+def _run(words: list[str], interrupted: Callable[[], bool]) -> int:
+    """Run a command; `interrupted`: whether Ctrl-C has come."""
     try:
         code = app.main(args=words, prog_name="meshwise", standalone_mode=False)
         sys.stdout.flush()
@@ -244,11 +253,38 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the boundary: what no error of ours explains is a bug)
         failure = _failure(error)
+        if failure.kind != "OutputError" and interrupted():
+            failure = _Failure("Interrupted", "interrupted", INTERRUPTED)
         if failure.kind == "OutputError":
             discard(sys.stdout)
         _say(failure, as_json="--json" in words)
         return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Tell whether Ctrl-C has come since, whatever became of it: libraries make other errors of it, while they load."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def came() -> bool:
+        try:
+            return signal.SIGINT in os.read(read, 1 << 16)
+        except BlockingIOError:
+            return False
+
+    try:
+        yield came
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
 
 
 def _warn(message: Warning | str, category: type[Warning], *_where: object, **_more: object) -> None:
