@@ -11,6 +11,13 @@ def _lost(told: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(told)
 
 
+def _of_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is what was raised, or what another error was made of: imports do so."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def main() -> int:
     """Run the command line and return its exit code."""
     sys.unraisablehook = _lost
@@ -18,7 +25,9 @@ def main() -> int:
         from meshwise.cli.main import main as run  # noqa: PLC0415
 
         return run()
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not _of_interrupt(error):
+            raise
         print("error: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     finally:
