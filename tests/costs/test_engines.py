@@ -87,7 +87,7 @@ def test_every_engine_on_every_family_is_no_faster_than_its_data_sheet(engine, c
     assert all(0 < s <= 1 for s in (*shares, *(s for _, s in found.weight_reads)))
     assert found.expert_reads * max((s for _, s in found.weight_reads), default=1.0) <= 1.0
     assert found.source
-    assert found.doubts
+    assert found.uncertainty_sources
 
 
 def test_names():
@@ -121,7 +121,8 @@ def test_tpus_keep_the_rates_of_their_family():
     """Pope et al. 2022 measured whole steps; nothing of the host is added to a program of XLA."""
     chip = load_chip("v4")
     found, family = serving_calibration(chip), find_calibration("operations", chip)
-    assert replace(found, name="", source="", doubts=None, compiled=False) == replace(family, name="", source="")
+    plain = replace(found, name="", source="", uncertainty_sources=None, compiled=False)
+    assert plain == replace(family, name="", source="")
 
 
 def test_a_family_without_rows_is_no_better_than_its_own_matmuls():
@@ -130,4 +131,4 @@ def test_a_family_without_rows_is_no_better_than_its_own_matmuls():
     assert found.matmul_efficiency == own.matmul_efficiency == 0.51
     assert found.attention_efficiency <= found.matmul_efficiency
     assert found.hbm_efficiency <= own.hbm_efficiency
-    assert "family" in found.doubts
+    assert "family" in found.uncertainty_sources

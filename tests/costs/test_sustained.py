@@ -96,9 +96,9 @@ def test_experts_products_and_permutations_have_rates_of_their_own():
 
 def test_what_was_not_measured_widens_intervals():
     terms = {"forward": 1.0, "backward": 2.0}
-    known = relative_spread(terms, fitted_calibration(load_chip("h100-sxm")).doubts)
-    chip = relative_spread(terms, fitted_calibration(load_chip("v6e")).doubts)
-    family = relative_spread(terms, fitted_calibration(load_chip("mi300x")).doubts)
+    known = relative_spread(terms, fitted_calibration(load_chip("h100-sxm")).uncertainty_sources)
+    chip = relative_spread(terms, fitted_calibration(load_chip("v6e")).uncertainty_sources)
+    family = relative_spread(terms, fitted_calibration(load_chip("mi300x")).uncertainty_sources)
     assert known < chip < family
     assert relative_spread(terms, ("unnamed",)) > known
 
@@ -114,8 +114,9 @@ def test_an_anchored_calibration_is_slower_by_its_factor_and_surer():
     after = evaluate_layout(replace(own, calibration=found), PLAIN.fabric, FSDP).step
     assert after.expected == pytest.approx(1.25 * before.expected, rel=1e-3)
     assert after.lower == before.lower
-    assert spread_parts(before.terms, found.doubts)["anchored"] == SPREADS["anchored"].sigma
-    assert relative_spread(before.terms, found.doubts) < relative_spread(before.terms, base.doubts)
+    own, others = found.uncertainty_sources, base.uncertainty_sources
+    assert spread_parts(before.terms, own)["anchored"] == SPREADS["anchored"].sigma
+    assert relative_spread(before.terms, own) < relative_spread(before.terms, others)
 
 
 @pytest.mark.parametrize("name", ["fitted*", "fitted*fast", "fitted*100", "none*1.1"])

@@ -91,7 +91,7 @@ def test_experts_may_be_padded_to_a_capacity():
 
 
 @pytest.mark.parametrize(
-    ("cells", "doubts"),
+    ("cells", "sources"),
     [
         ({"dtype": "fp8"}, ()),
         ({"chip": "b200", "dtype": "bf16"}, ("format",)),
@@ -101,8 +101,8 @@ def test_experts_may_be_padded_to_a_capacity():
         ({"chip": "v5p", "dtype": "int8", "software": "MaxText"}, ("format",)),
     ],
 )
-def test_formats_and_chips_of_which_no_step_was_measured_are_causes_of_doubt(cells, doubts):
-    assert build_scenario(run(**({"software": "Megatron-LM"} | cells))).problem.uncertainty_sources == doubts
+def test_formats_and_chips_of_which_no_step_was_measured_are_causes_of_uncertainty(cells, sources):
+    assert build_scenario(run(**({"software": "Megatron-LM"} | cells))).problem.uncertainty_sources == sources
 
 
 LLAMA_405B = {"model": "Llama-3.1-405B", "layers": 126, "d_model": 16384, "n_heads": 128, "n_kv_heads": 8,

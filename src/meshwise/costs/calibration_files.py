@@ -67,7 +67,7 @@ class CalibrationFile:
         found = replace(
             base, name=name, narrow=tuple(narrow.items()), links=links, source=source, weight_reads=tuple(reads.items())
         )
-        found = replace(found, refined=tuple(self.constants), doubts=(), measured_formats=None)
+        found = replace(found, refined=tuple(self.constants), uncertainty_sources=(), measured_formats=None)
         if plain.get("attention_efficiency", 0.0) > plain.get("matmul_efficiency", base.matmul_efficiency):
             raise MeshwiseError(f"{name}: attention_efficiency is more than matmul_efficiency")
         return replace(found, **plain)

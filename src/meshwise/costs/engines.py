@@ -139,7 +139,7 @@ def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
         host_step=software.host_step,
         host_request=software.host_request,
         chained_startup=family.chained_startup if software.startup is None else software.startup,
-        doubts=("engine",),
+        uncertainty_sources=("engine",),
         compiled=name == "jax",
         source=f"{family.source}; {software.meaning}: fitted to {software.rows} published numbers",
     )
@@ -189,7 +189,7 @@ def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibr
         cache_start=_CACHE_START,
         links=replace(found.links, efficiency=own.links),
         gap=software.gap,
-        doubts=("engine",) if family in _CHIPS else ("engine", "family"),
+        uncertainty_sources=("engine",) if family in _CHIPS else ("engine", "family"),
         source=f"{found.source}; {_SOURCE}",
     )
 

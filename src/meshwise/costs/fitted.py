@@ -327,7 +327,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         uneven_ring=software.uneven_ring,
         collective_matmul=family.collective_matmul if overlapped is None else overlapped,
         measured_formats=_MEASURED_FORMATS.get(family.name),
-        doubts=_causes(chip, family.name, software),
+        uncertainty_sources=_causes(chip, family.name, software),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
 
@@ -360,7 +360,7 @@ def find_calibration(name: str, chip: Chip) -> Calibration:
     expected takes so many times as long.
 
     >>> from meshwise.hardware import load_chip
-    >>> find_calibration("fitted*1.25", load_chip("h100-sxm")).doubts
+    >>> find_calibration("fitted*1.25", load_chip("h100-sxm")).uncertainty_sources
     ('anchored',)
 
     Raises:
@@ -385,9 +385,9 @@ def find_calibration(name: str, chip: Chip) -> Calibration:
 
 def anchored(base: Calibration, factor: float) -> Calibration:
     """A calibration where all takes `factor` times as long, as measured steps of the machine and model said."""
-    name, doubts = f"{base.name}*{factor:.4g}", None if base.doubts is None else ("anchored",)
+    name, sources = f"{base.name}*{factor:.4g}", None if base.uncertainty_sources is None else ("anchored",)
     source = f"{base.source}; all times {factor:.4g} times as long, by measured steps"
-    return replace(base.slower(float(f"{factor:.4g}")), name=name, doubts=doubts, source=source)
+    return replace(base.slower(float(f"{factor:.4g}")), name=name, uncertainty_sources=sources, source=source)
 
 
 def _factor(name: str, text: str) -> float:

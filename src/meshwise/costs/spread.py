@@ -74,10 +74,10 @@ def uncertainty_sources(calibration: Calibration, model: Model, compute: DType |
         model: that is trained or served.
         compute: format of its matmuls; None where whole steps do not say which were measured.
     """
-    doubts = calibration.doubts or ()
+    found = calibration.uncertainty_sources or ()
     known = compute is None or calibration.measured_formats is None or compute in calibration.measured_formats
-    own = () if known or {"anchored", "family"} & {*doubts} else ("format",)
-    return (*doubts, *own, *(("mixture",) if model.mixtures else ()))
+    own = () if known or {"anchored", "family"} & {*found} else ("format",)
+    return (*found, *own, *(("mixture",) if model.mixtures else ()))
 
 
 def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> dict[str, float]:

@@ -25,7 +25,7 @@ _STEPS = "fitted to whole steps, around single operations"
 
 def has_interval(calibration: Calibration) -> bool:
     """Whether steps under it were compared with measured ones."""
-    return calibration.doubts is not None
+    return calibration.uncertainty_sources is not None
 
 
 def likely_data(plan: Plan) -> dict[str, list[float]]:
@@ -115,7 +115,7 @@ def _constants(c: Calibration) -> list[dict[str, Any]]:
 
 def _all(c: Calibration) -> Iterator[tuple[str, float | None, str, str]]:
     flops, own = "share of dense FLOP/s", f"the family's, {_STEPS}"
-    if "family" in (c.doubts or ()):
+    if "family" in (c.uncertainty_sources or ()):
         own = "inherited from other families: no steps of this one were measured"
     fused = _MICRO if c.half_attention or c.unfused_attention else _DAO
     yield "matmul_efficiency", c.matmul_efficiency, flops, own

@@ -95,8 +95,8 @@ def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPred
     likely = None
     if run.is_memory:
         bound = 0.0
-    elif problem.calibration.doubts is not None:  # calibrations without doubts were not compared with measured steps
-        causes = (*uncertainty_sources(problem.calibration, problem.model), *scenario.doubts)
+    elif problem.calibration.uncertainty_sources is not None:  # compared with measured steps
+        causes = (*uncertainty_sources(problem.calibration, problem.model), *scenario.uncertainty_sources)
         likely = likely_interval(found.expected, bound, terms, causes)
     return ServingPrediction(scenario, estimate, terms, memory, measured, found.expected, bound, likely, what)
 

@@ -27,13 +27,13 @@ class ServingScenario(Scenario):
 
     Args:
         candidates: layouts and batches; several where the row leaves open how its chips are used.
-        doubts: what it does not say: causes of `spread.SPREADS`.
+        uncertainty_sources: what it does not say: causes of `spread.SPREADS`.
     """
 
     run: ServingRun
     problem: ServingProblem
     candidates: tuple[ServingSetup, ...]
-    doubts: tuple[str, ...] = ()
+    uncertainty_sources: tuple[str, ...] = ()
 
 
 def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario:
@@ -70,7 +70,7 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
         problem=problem,
         candidates=tuple(ServingSetup("aggregated", x, x, batch, together, chunk) for x in layouts),
         assumed=(*of_model, *of_cluster, *of_precision, *of_engine, *of_layout, *of_lengths),
-        doubts=("unnamed",) if of_engine else (),
+        uncertainty_sources=("unnamed",) if of_engine else (),
     )
 
 

@@ -44,14 +44,19 @@ class TrainingScenario(Scenario):
     Args:
         layout: as far as the row says it.
         open: what of the layout the row does not say, and the time depends on.
-        doubts: what else it does not say: causes of `spread.SPREADS`.
+        uncertainty_sources: what else it does not say: causes of `spread.SPREADS`.
     """
 
     run: TrainingRun
     problem: TrainingProblem
     layout: LayoutRequest
     open: tuple[str, ...]
-    doubts: tuple[str, ...] = ()
+    uncertainty_sources: tuple[str, ...] = ()
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """All causes of `spread.SPREADS` that widen its interval."""
+        return (*self.open, *dict.fromkeys((*self.uncertainty_sources, *self.problem.uncertainty_sources)))
 
     def without_recompute(self) -> TrainingScenario:
         """The same with recomputation and offloading open, where what was looked up cannot be of this run."""
@@ -101,7 +106,7 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
         layout=LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1)),
         assumed=(*of_model, *of_cluster, *of_precision, *of_software, *of_layout),
         open=tuple(name for name in ("remat", "zero", "micro_batch") if name not in settled),
-        doubts=("unnamed",) if UNKNOWN in of_software else (),
+        uncertainty_sources=("unnamed",) if UNKNOWN in of_software else (),
     )
 
 
@@ -298,8 +303,7 @@ def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str 
         faster = f"{measured:.4g} s a step is faster than the chips' data sheets allow"
         return Refusal(run, f"{faster}, at least {step.lower:.4g} s ({estimate.bound}); {WRONG}")
     else:
-        causes = (*scenario.open, *dict.fromkeys((*scenario.doubts, *scenario.problem.uncertainty_sources)))
-        likely = likely_interval(expected, bound, estimate.terms, causes)
+        likely = likely_interval(expected, bound, estimate.terms, scenario.causes)
     return TrainingPrediction(
         scenario, estimate, estimate.terms, memory, measured, expected, bound, likely, plan.layout
     )
