@@ -138,9 +138,24 @@ def _estimated(request: EstimateTrainRequest, progress: Tell, usual: tuple[str, 
         own, (plan,) = request.problem(usual), planning.plans
         priced = replace(plan, problem=own, estimate=estimate_training(own, plan.fabric, plan.layout))
         planning = replace(planning, plans=(priced,))
+    if request.anchor is not None:
+        planning = _as_measured(planning, request.anchor)
     if request.tool:
         check_written(planning.plans[0], layout, tools)
     return planning
+
+
+def _as_measured(planning: PlanResult, path: str) -> PlanResult:
+    """The plan takes what it took where its layout is one of the measured ones."""
+    from meshwise.scoring.anchoring import as_measured  # noqa: PLC0415 -- only those who have measured need it
+
+    (plan,) = planning.plans
+    own = as_measured(plan.problem, plan.estimate.step_time.expected, path)
+    if own is plan.problem:
+        return planning
+    return replace(
+        planning, plans=(replace(plan, problem=own, estimate=estimate_training(own, plan.fabric, plan.layout)),)
+    )
 
 
 def _whole(layout: LayoutRequest, cluster: Cluster, text: str) -> LayoutRequest:

@@ -153,8 +153,8 @@ class Calibration:
             last has most to do; else they are dealt out evenly.
         grouped_efficiency: rate of products with experts over that of products with other weights.
         permute_passes: times the bytes of moving tokens to the slots of their experts and back that one copy would.
-        uncertainty_sources: causes in `spread.SPREADS` that its whole steps have besides the usual ones; None where they were
-            not compared with measured steps, so that there is no interval.
+        uncertainty_sources: causes in `spread.SPREADS` that its whole steps have besides the usual ones; None where
+            they were not compared with measured steps, so that there is no interval.
         measured_formats: formats of matmuls in which whole steps of such chips were measured; None where nothing says.
         refined: constants that a file of own measurements gave, as files name them.
         weight_reads: format of weights -> share of the HBM bandwidth at which steps of serving read them, where it is

@@ -106,6 +106,16 @@ def relative_spread(terms: Mapping[str, float], unknown: Collection[str] = ()) -
     return math.hypot(*spread_parts(terms, unknown).values())
 
 
+#: Causes whose effect all layouts of a machine, a model and its software share.
+_SHARED = ("software", "finished", "compute", "unnamed", "chip", "format", "family", "mixture")
+
+
+def shared_spread(terms: Mapping[str, float], unknown: Collection[str] = ()) -> float:
+    """The standard deviation of what all layouts of a machine, a model and its software are off by together."""
+    parts = spread_parts(terms, {*unknown} - {"anchored"})
+    return math.hypot(*(parts.get(cause, 0.0) for cause in _SHARED))
+
+
 def likely_interval(expected: float, lower: float, terms: Mapping[str, float], unknown: Collection[str] = ()) -> Likely:
     """The 80 % interval of a step's time; never below `lower`, which no step beats."""
     factor = math.exp(_EIGHTY_PERCENT * relative_spread(terms, unknown))

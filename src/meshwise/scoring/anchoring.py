@@ -1,8 +1,8 @@
 """Predictions that start from measured steps of the same model on the same chips: errors that all layouts share cancel.
 
 What was measured over what is predicted of it is one factor on all that is expected. It follows the measurement as far
-as measurements of one machine agree with each other: what one layout is off by for reasons of its own is no other's.
-Not here: constants that many rows of a machine decide (`fitting`).
+as its error is likely to be shared: what one layout is off by for reasons of its own is no other's. The layout that was
+measured takes what was measured. Not here: constants that many rows of a machine decide (`fitting`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.fitted import anchored, find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.spread import SPREADS
+from meshwise.costs.spread import SPREADS, shared_spread
 from meshwise.scoring.prediction import Refusal
 from meshwise.scoring.reading import read_rows, read_text
 from meshwise.scoring.rows import TrainingRun, UnreadRow
 from meshwise.scoring.score import machine_of
 from meshwise.scoring.training import TrainingPrediction, build_scenario, predict_training
 
-#: Standard deviations of the logarithm of a step's time: what all layouts of a machine, a model and its software share,
-#: and what each layout is off by alone.
-_SHARED = math.hypot(SPREADS["software"].sigma, SPREADS["compute"].sigma)
+#: Standard deviation of the logarithm of a step's time: what each layout is off by alone.
 _OWN = SPREADS["anchored"].sigma
 
 #: Prices of a row until its own prediction is the factor's.
@@ -49,19 +47,18 @@ class Anchor:
     rows: tuple[TrainingPrediction, ...]
 
 
-def shared_factor(ratios: Sequence[float]) -> float:
-    """What measured over predicted says of layouts that were not measured.
+def shared_factor(rows: Sequence[TrainingPrediction]) -> float:
+    """What measured over predicted says of layouts that were not measured: the mean of a normal distribution.
 
-    A ratio as small as layouts differ among themselves says little; a large one can only be shared.
-
-    >>> round(shared_factor([1.05]), 3), round(shared_factor([1.5]), 3), round(shared_factor([1.05] * 4), 3)
-    (1.029, 1.47, 1.042)
+    Before anything is measured, the layouts of a machine are off together by as much as their intervals say
+    (`shared_spread`: more where the chip, the format or the software is new), and each alone by what `anchored` says.
 
     Args:
-        ratios: measured over predicted, one a layout.
+        rows: measured, of one machine and model.
     """
-    mean, own = statistics.fmean(map(math.log, ratios)), _OWN**2 / len(ratios)
-    return math.exp(mean * (1 - own / max(_SHARED**2 + own, mean**2)))
+    ratios = [math.log(p.measured / p.expected) for p in rows]
+    shared = statistics.fmean(shared_spread(p.estimate.terms, p.scenario.causes) ** 2 for p in rows)
+    return math.exp(statistics.fmean(ratios) * shared / (shared + _OWN**2 / len(rows)))
 
 
 def anchor(problem: TrainingProblem, runs: Sequence[TrainingRun | UnreadRow], where: str) -> Anchor:
@@ -89,12 +86,41 @@ def anchor(problem: TrainingProblem, runs: Sequence[TrainingRun | UnreadRow], wh
         raise MeshwiseError(f"--anchor {where}: rows are of several generations of software ({names}); use one")
     # With "fitted", of the software that the rows name; what else they say of traffic is theirs.
     base = find_calibration(used[0].calibration.name, problem.cluster.chip)
-    target = shared_factor([p.measured / p.expected for p in used])
+    return _slowed(base, used, shared_factor(used))
+
+
+def as_measured(problem: TrainingProblem, expected: float, path: str) -> TrainingProblem:
+    """An anchored problem where its own layout is among the rows of the file: the step takes what it took.
+
+    Args:
+        problem: anchored.
+        expected: seconds of its step; a row of the same size that is expected to take as long is of the same run.
+        path: of the rows.
+    """
+    own = []
+    for run in _read(path):
+        if isinstance(run, TrainingRun) and (run.tokens, run.n_chips) == _size(problem):
+            found = _predicted(problem, run)
+            if isinstance(found, TrainingPrediction) and math.isclose(found.expected, expected, rel_tol=1e-6):
+                own.append(found)
+    if not own:
+        return problem
+    base = find_calibration(problem.calibration.name.partition("*")[0], problem.cluster.chip)
+    target = statistics.geometric_mean(p.measured / p.expected for p in own)
+    return replace(problem, calibration=_slowed(base, own, target).calibration)
+
+
+def _size(problem: TrainingProblem) -> tuple[float, int]:
+    return problem.job.batch_tokens, problem.cluster.num_chips
+
+
+def _slowed(base: Calibration, rows: Sequence[TrainingPrediction], target: float) -> Anchor:
+    """The calibration under which rows take `target` times as long as was expected."""
     factor = target
     for _ in range(_ROUNDS):  # what is at a limit does not follow
-        now = [p.seconds_under(anchored(base, factor)) / p.expected for p in used]
+        now = [p.seconds_under(anchored(base, factor)) / p.expected for p in rows]
         factor *= target / statistics.geometric_mean(now)
-    return Anchor(anchored(base, factor), factor, tuple(used))
+    return Anchor(anchored(base, factor), factor, tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -125,13 +151,7 @@ def anchor_each(rows: Sequence[TrainingPrediction]) -> Anchored | None:
     if not large:
         return None
     errors = [
-        [
-            abs(shared_factor([a.measured / a.expected]) * p.expected / p.measured - 1)
-            for a in g
-            for p in g
-            if p is not a
-        ]
-        for g in large
+        [abs(shared_factor([a]) * p.expected / p.measured - 1) for a in g for p in g if p is not a] for g in large
     ]
     plain = [statistics.fmean(abs(p.error) for p in group) for group in large]
     return Anchored(len(large), statistics.fmean(map(statistics.fmean, errors)), statistics.fmean(plain))
@@ -143,7 +163,11 @@ def anchor_file(problem: TrainingProblem, path: str) -> Anchor:
     Raises:
         MeshwiseError: it cannot be read, or has no such row.
     """
-    return anchor(problem, read_rows(read_text(Path(path)), path, TrainingRun), path)
+    return anchor(problem, _read(path), path)
+
+
+def _read(path: str) -> Sequence[TrainingRun | UnreadRow]:
+    return read_rows(read_text(Path(path)), path, TrainingRun)
 
 
 def _predicted(problem: TrainingProblem, run: TrainingRun) -> TrainingPrediction | Refusal:
