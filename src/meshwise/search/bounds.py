@@ -224,8 +224,10 @@ class Bounds:
                 found[own][sizes] = (1 - 1e-9) * least  # added up in another order
         return found
 
-    def groups(self, schedules: Sequence[int], below: Callable[[Array], Mask], most: int | None = None) -> Groups:
-        """All groups of some schedules whose bound is `below`, smallest first; weights and gradients cost nothing.
+    def groups(
+        self, schedules: Sequence[int], below: Callable[[Array, Index], Mask], most: int | None = None
+    ) -> Groups:
+        """All groups of some schedules whose bounds, of their keys, are `below`, smallest first; weights cost nothing.
 
         How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
         whose activations alone do not fit are left out; so are, for a first look, all but about the best `most` of each
@@ -235,7 +237,7 @@ class Bounds:
         for v, keys in enumerate(self.keys):
             # No schedule is faster than all devices computing all the time.
             least = self._busy[_all_remats(self.network.variants[v])][self.size[keys]] * self.per_token[keys]
-            possible = below(least)
+            possible = below(least, keys)
             if most is not None and most < len(least):
                 possible &= least <= np.partition(least, most)[most]
             chosen.append((v, keys[possible]))
@@ -246,7 +248,7 @@ class Bounds:
         return Groups.sorted_by("bound", found)
 
     def _groups_among(
-        self, chosen: Sequence[tuple[int, Index]], schedules: Sequence[int], below: Callable[[Array], Mask]
+        self, chosen: Sequence[tuple[int, Index]], schedules: Sequence[int], below: Callable[[Array, Index], Mask]
     ) -> list[Groups]:
         """Groups among some keys of some compute variants; what their bounds are made of is kept for these alone."""
         variant, key = (
@@ -261,7 +263,8 @@ class Bounds:
         at = self.rows_of(variant, self.size[key])
         sums = self.activations.values() if len(at) else ()
         busy: Num = sum(own.terms[name] for own in sums for name in COMPUTE_TERMS)
-        kept = np.flatnonzero(below((1 - 1e-12) * np.broadcast_to(take(busy, at), len(at)) * self.per_token[key]))
+        least = (1 - 1e-12) * np.broadcast_to(take(busy, at), len(at)) * self.per_token[key]
+        kept = np.flatnonzero(below(least, key))
         variant, key = variant[kept], key[kept]
         found: list[Groups] = []
         for begin in range(0, len(key), _KEYS):
@@ -272,7 +275,7 @@ class Bounds:
         return found
 
     def _groups_of(
-        self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array], Mask]
+        self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array, Index], Mask]
     ) -> Iterator[Groups]:
         for s, mine, floors in self._fitting(variant, key, schedules, self.network.capacity):
             row = self.rows_of(variant[mine], self.size[key[mine]])
@@ -280,7 +283,7 @@ class Bounds:
             seconds = self.makespan(own, s, key[mine])
             # The terms of a step are added up in another order: never above it for a last bit.
             bound = np.asarray((1 - 1e-12) * seconds / self.tokens[key[mine]])
-            kept = np.flatnonzero(below(bound))
+            kept = np.flatnonzero(below(bound, key[mine]))
             of = mine[kept]
             yield Groups(bound[kept], floors[kept], key[of], variant[of], np.full(len(of), s))
 

@@ -64,6 +64,8 @@ class SearchedNetwork:
         has_host = self.problem.cluster.chip.host_memory is not None
         self.offloads = tuple(parts for parts in self.asked.offload if has_host or not parts)
         self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
+        # On one level each mesh has one placement: its price takes no longer than a bound of all.
+        self.placed_alone = len(fabric.dimensions) == 1
         # Of combinations of choices, numbers of what tools refuse; the last of the offloads stands for any.
         self._numbers = np.full((len(self.choices), len(self.schedules), len(self.offloads) + 1), -1, np.int32)
 

@@ -95,11 +95,11 @@ class Pricing:
         """The candidates that may fit."""
         return batch.where(self.bounds.memory_floor(batch) <= self.network.capacity)
 
-    def raised(self, batch: CandidateBatch, below: Callable[[Array], Mask]) -> CandidateBatch:
+    def raised(self, batch: CandidateBatch, below: Callable[[Array, Index], Mask]) -> CandidateBatch:
         """The candidates whose bounds are `below`, with bounds that count their weight traffic on the best mapping."""
         for bounds in self.placement_bounds:
             batch = bounds.raised(batch)
-            batch = batch.where(below(batch.bound))
+            batch = batch.where(below(batch.bound, self.bounds.key_of[batch.at]))
         return batch
 
     def fitting(self, batch: CandidateBatch) -> tuple[CandidateBatch, float]:

@@ -1,4 +1,4 @@
-"""What a search keeps of what it priced: the best of each kind, and the front of time against memory.
+"""What a search keeps of what it priced: the best of each kind, the front of time against memory, and counts.
 
 Not here: which layouts are looked at (`search`).
 """
@@ -6,13 +6,15 @@ Not here: which layouts are looked at (`search`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.fabric import Fabric
 from meshwise.search.candidates import Array, CandidateBatch, Mask
+from meshwise.search.until import Until
 from meshwise.sharding.layout import MESH_AXES, Layout
 
 #: Layouts of one kind differ only in how replicas are split between data and fsdp, in remat and microbatches: the
@@ -126,3 +128,50 @@ class Front:
     def members(self) -> tuple[Found, ...]:
         """Fastest first."""
         return tuple(f for f in self.found if f.seconds_per_token <= self.reach)
+
+
+class SearchState:
+    """What is known so far, on all networks: the best of each kind, the front, counts.
+
+    Args:
+        objective: "time" or "cost".
+        top: how many kinds to rank.
+        seconds_on: chips -> seconds per token that a plan may take.
+        progress: told a line now and then.
+        until: when the search ends, on `time.monotonic`'s clock.
+    """
+
+    def __init__(
+        self,
+        objective: str,
+        top: int,
+        seconds_on: Callable[[float], float],
+        progress: Callable[[str], None],
+        until: float = math.inf,
+    ) -> None:
+        self.by_cost, self.seconds_on, self.progress, self.until = objective == "cost", seconds_on, progress, until
+        self.ranking, self.front = Ranking(top), Front()
+        self.front_on: Fabric | None = None
+        self.strategies = self.priced = self.covered = self.infeasible = 0
+        self.least_memory = math.inf
+        # Scores that no layout undercuts: on the networks to come, and on this one.
+        self.elsewhere = self.here = math.inf
+
+    def tick(self) -> None:
+        """Stop where the time is up.
+
+        Raises:
+            OutOfTime: it is.
+        """
+        Until(self.until).tick()
+
+    @property
+    def gap(self) -> float:
+        """Share by which the best may still be from the optimum; 1 without one."""
+        best = min((f.score for f in self.ranking.best.values()), default=math.inf)
+        lower = min(self.here, self.elsewhere)
+        return max(0.0, 1 - lower / best) if lower < best else 0.0
+
+    def score(self, seconds_per_token: Num, chips: float) -> Num:
+        """What is minimised."""
+        return seconds_per_token * (chips if self.by_cost else 1)

@@ -18,26 +18,25 @@ from dataclasses import replace
 import numpy as np
 
 from meshwise.core.units import format_percent, format_time
-from meshwise.costs.arithmetic import Num
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.search.asked import COUNTS, SearchResult, SearchSpace
 from meshwise.search.bounds import CHUNK, Groups, ideal_chip_seconds_per_token
-from meshwise.search.candidates import Array, CandidateBatch, Mask, candidate_table, mesh_blocks
+from meshwise.search.candidates import Array, CandidateBatch, Index, Mask, candidate_table, distinct, mesh_blocks
 from meshwise.search.network import LocalTables, SearchedNetwork, keep_freed_memory
 from meshwise.search.pricing import Priced, Pricing
-from meshwise.search.ranking import Front, Ranking, best_of_kinds, kinds_of
+from meshwise.search.ranking import SearchState, best_of_kinds, kinds_of
 from meshwise.search.space import meshes
-from meshwise.search.until import Until
 
 #: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
-#: so many are gone through; later rounds are larger. The placements of about so many candidates are priced.
-_LOOKED_AT, _GROUPS, _LEADERS = 4096, 1024, 32
+#: so many are gone through; later rounds are larger.
+_LOOKED_AT, _GROUPS = 4096, 1024
 _POOL = 2048  # candidates that wait with a bound until the best of them are priced
 
 #: Candidates that are priced in the first go, so that the cut falls before the next, which are so many times as large:
-#: a go takes time for each of the layout choices that its candidates have, however few.
-_GO, _GROWTH = 64, 8
+#: a go takes time for each of the layout choices that its candidates have, however few. What is left joins a go that is
+#: at least such a share of it.
+_GO, _GROWTH, _SHARE = 64, 8, 0.25
 
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 512
@@ -48,53 +47,6 @@ _MANY_CHIPS, _SIMPLE, _OF_MIXTURES = 16384, ((3, True), (3, False)), ((3, True),
 
 #: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
 _LARGE = 1 << 17
-
-
-class SearchState:
-    """What is known so far, on all networks: the best of each kind, the front, counts.
-
-    Args:
-        objective: "time" or "cost".
-        top: how many kinds to rank.
-        seconds_on: chips -> seconds per token that a plan may take.
-        progress: told a line now and then.
-        until: when the search ends, on `time.monotonic`'s clock.
-    """
-
-    def __init__(
-        self,
-        objective: str,
-        top: int,
-        seconds_on: Callable[[float], float],
-        progress: Callable[[str], None],
-        until: float = math.inf,
-    ) -> None:
-        self.by_cost, self.seconds_on, self.progress, self.until = objective == "cost", seconds_on, progress, until
-        self.ranking, self.front = Ranking(top), Front()
-        self.front_on: Fabric | None = None
-        self.strategies = self.priced = self.covered = self.infeasible = 0
-        self.least_memory = math.inf
-        # Scores that no layout undercuts: on the networks to come, and on this one.
-        self.elsewhere = self.here = math.inf
-
-    def tick(self) -> None:
-        """Stop where the time is up.
-
-        Raises:
-            OutOfTime: it is.
-        """
-        Until(self.until).tick()
-
-    @property
-    def gap(self) -> float:
-        """Share by which the best may still be from the optimum; 1 without one."""
-        best = min((f.score for f in self.ranking.best.values()), default=math.inf)
-        lower = min(self.here, self.elsewhere)
-        return max(0.0, 1 - lower / best) if lower < best else 0.0
-
-    def score(self, seconds_per_token: Num, chips: float) -> Num:
-        """What is minimised."""
-        return seconds_per_token * (chips if self.by_cost else 1)
 
 
 class NetworkSearch:
@@ -118,6 +70,11 @@ class NetworkSearch:
         self.for_front = network.fabric is state.front_on
         self.waiting = CandidateBatch.none()
         self.rest = 0.0  # no bound is below it of what is neither priced nor waits
+        self.looked_at = np.zeros(0, int)  # numbers of candidates that the first look has priced
+        bounds = self.pricing.bounds
+        each = self._kinds(bounds.members[bounds.begins])
+        first, self.kind_of = distinct(list(each.T))  # of each of the bounds' keys
+        self.kinds = {(int(self.chips), *kind): number for number, kind in enumerate(each[first].astype(int).tolist())}
 
     def run(self) -> None:
         """Search: a first look at the plainest schedule gives a cut, which rules most other schedules out."""
@@ -149,16 +106,31 @@ class NetworkSearch:
         self.expand(fitting)
         self.state.here = math.inf
 
-    def below_cut(self, seconds_per_token: Array) -> Mask:
+    def below_cut(self, seconds_per_token: Array, cut: Array | None = None) -> Mask:
         """Which bounds still allow a place in the ranking (a tie may win it by its memory)."""
         self.state.tick()
         scores = self.state.score(seconds_per_token, self.chips)
-        return np.asarray((scores <= self.state.ranking.cut) & (seconds_per_token <= self.most_seconds))
+        below = scores <= (self.state.ranking.cut if cut is None else cut)
+        return np.asarray(below & (seconds_per_token <= self.most_seconds))
 
-    def matters(self, seconds_per_token: Array) -> Mask:
-        """Which bounds still allow a place in the ranking, or on the front."""
-        below = self.below_cut(seconds_per_token)
+    def cuts(self, key: Index) -> Array:
+        """Scores above which nothing of some keys enters the ranking: of a kind that is there, that of its best."""
+        found = np.full(len(self.kinds), self.state.ranking.cut)
+        for kind, best in self.state.ranking.best.items():
+            if kind in self.kinds:
+                found[self.kinds[kind]] = best.score
+        return found[self.kind_of[key]]
+
+    def matters(self, seconds_per_token: Array, key: Index) -> Mask:
+        """Which bounds, of the bounds' keys, still allow a place in the ranking, or on the front."""
+        below = self.below_cut(seconds_per_token, self.cuts(key))
         return below | (seconds_per_token <= self.state.front.reach) if self.for_front else below
+
+    def _key(self, batch: CandidateBatch) -> Index:
+        return self.pricing.bounds.key_of[batch.at]
+
+    def _mattering(self, batch: CandidateBatch) -> CandidateBatch:
+        return batch.where(self.matters(batch.bound, self._key(batch)))
 
     def expand(self, batch: CandidateBatch) -> None:
         """Price every worthy placement of some candidates, and remember the best."""
@@ -167,7 +139,7 @@ class NetworkSearch:
             state.covered += priced.covered
             state.priced += len(priced.seconds)
             scores = np.asarray(state.score(priced.seconds, self.chips))
-            kinds = self._kinds(priced.batch)
+            kinds = self._kinds(priced.batch.at)
             within = np.where(priced.seconds <= self.most_seconds, scores, math.nan)  # what is over is below no cut
             for i in best_of_kinds(priced.batch, kinds, within, state.ranking.cut):
                 kind = (int(self.chips), *(int(n) for n in kinds[i]))
@@ -186,53 +158,63 @@ class NetworkSearch:
 
     def expand_waiting(self, most: int) -> None:
         """Expand those that wait, best bound first, at least `most` of them while they may enter the ranking."""
-        batch, ranking = self.waiting.by_bound(), self.state.ranking
-        if math.isinf(ranking.cut):  # the ranking is not full: begin with the best of each kind, which fill it
-            leaders = np.sort(np.unique(self._kinds(batch), axis=0, return_index=True)[1])[: 2 * ranking.top]
-            chosen = leaders[self.below_cut(batch.bound[leaders])]
-            self.expand(batch.take(chosen))
-            batch = batch.take(np.delete(np.arange(len(batch)), chosen))
-        begin, size = 0, min(_GO, most)
-        while begin < min(len(batch), most) and self.below_cut(batch.bound[begin : begin + 1])[0]:
-            # The others of the next go wait on: they may be on the front.
-            end = begin + int(self.below_cut(batch.bound[begin : begin + size]).sum())
-            self.expand(batch.take(slice(begin, end)))
-            begin, size = end, min(_GROWTH * size, CHUNK)
-            self._raise_floor(batch.bound[begin:])
-        self.waiting = batch.take(slice(begin, None))
+        batch = self.waiting.by_bound()
+        leaders = self._leaders(batch)
+        batch = self._expand_of(batch, leaders[self.below_cut(batch.bound[leaders])])
+        size = min(_GO, most)
+        while most > 0 and len(worthy := np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))):
+            # The others wait on: they may be on the front.
+            chosen = worthy[: _go_of(size, len(worthy))]
+            batch = self._expand_of(batch, chosen)
+            most, size = most - len(chosen), min(_GROWTH * size, CHUNK)
+            self._raise_floor(batch.bound)
+        self.waiting = batch
+
+    def _leaders(self, batch: CandidateBatch) -> Index:
+        """Of a batch sorted by its bounds the first of each of the first kinds that are not in the ranking yet."""
+        ranked = [number for kind, number in self.kinds.items() if kind in self.state.ranking.best]
+        kinds, first = np.unique(self.kind_of[self._key(batch)], return_index=True)
+        return np.sort(first[~np.isin(kinds, ranked)])[: 2 * self.state.ranking.top]
+
+    def _expand_of(self, batch: CandidateBatch, chosen: Index) -> CandidateBatch:
+        """Expand some of a batch; the others."""
+        self.expand(batch.take(chosen))
+        return batch.take(np.delete(np.arange(len(batch)), chosen))
 
     def _raise_floor(self, waiting: Array) -> None:
         """Know that no layout of this network undercuts what waits, and what is not looked at."""
         least = min(self.rest, float(waiting.min(initial=math.inf)))
         self.state.here = max(self.state.here, float(self.state.score(least, self.chips)))
 
-    def _kinds(self, batch: CandidateBatch) -> Array:
+    def _kinds(self, at: Index) -> Array:
         table = self.network.table
-        return kinds_of(table.meshes[table.mesh_id[batch.at]])
-
-    def _missing(self, batch: CandidateBatch) -> Mask:
-        """Which are of a kind that is not in the ranking yet, and may fill it."""
-        return np.array(
-            [(int(self.chips), *kind) not in self.state.ranking.best for kind in self._kinds(batch).tolist()], bool
-        )
+        return kinds_of(table.meshes[table.mesh_id[at]])
 
     def look(self, groups: Groups) -> None:
         """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
-        known = self.state.infeasible
         for part in (slice(0, _GROUPS // _GROWTH), slice(_GROUPS // _GROWTH, _GROUPS)):
             if math.isfinite(self.state.ranking.cut):
                 break
-            batch, size = self._bounded(groups.take(part)).by_bound(), _GO
-            while len(batch := batch.where(self._missing(batch))) and math.isinf(self.state.ranking.cut):
-                self._price(batch.take(slice(0, size)))
-                self.expand_waiting(_LEADERS)
+            known, size = self.state.infeasible, _GO
+            batch = self._bounded(groups.take(part)).by_bound()
+            self.state.infeasible = known  # they come again
+            while len(batch := batch.where(np.isinf(self.cuts(self._key(batch))))):  # of kinds that may fill it
+                self._price(chosen := batch.take(slice(0, size)))
+                self.looked_at = np.concatenate([self.looked_at, self._numbers(chosen)])
+                self.expand_waiting(_GO)
                 batch, size = batch.take(slice(size, None)), _GROWTH * size
-        self.waiting, self.state.infeasible = CandidateBatch.none(), known  # they come again
         self._tell()
 
+    def _numbers(self, batch: CandidateBatch) -> Index:
+        """A number for each candidate of the network."""
+        network = self.network
+        return (batch.at * len(network.choices) + batch.choices) * len(network.schedules) + batch.schedule
+
     def _bounded(self, groups: Groups) -> CandidateBatch:
-        """Candidates of groups that may fit, with their bounds."""
+        """Candidates of groups that may fit, with their bounds; without those that the first look has priced."""
         batch = self.pricing.bounds.members_of(groups)
+        if len(self.looked_at):
+            batch = batch.where(~np.isin(self._numbers(batch), self.looked_at))
         possible = self.pricing.possible(batch)
         self.state.infeasible += len(batch) - len(possible)
         return self.pricing.raised(possible, self.matters)
@@ -248,13 +230,15 @@ class NetworkSearch:
         while begin < len(groups) and self.below_cut(groups.bound[begin : begin + 1])[0]:
             # Those over the cut wait on: they may be on the front.
             end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
-            pool = CandidateBatch.joined([pool, self._bounded(groups.take(slice(begin, end)))])
-            pool = pool.where(self.matters(pool.bound)).by_bound()
+            some = groups.take(slice(begin, end))
+            some = some.take(np.flatnonzero(self.matters(some.bound, some.key)))
+            pool = self._mattering(CandidateBatch.joined([pool, self._bounded(some)])).by_bound()
             # A lower cut spares the bounds of others: of many groups the best are priced at once, else when many wait.
-            now = len(pool) if len(pool) > _POOL else _GO if begin > CHUNK else 0
+            now = len(pool) if len(pool) > _POOL else _GO if end < len(groups) else 0
             pool, best = pool.take(slice(now, None)), pool.take(slice(now))
             self._price(best, min(float(beyond[end]), float(pool.bound.min(initial=math.inf))))
-            self.expand_waiting(_GO)
+            if end < len(groups):  # else the pool is priced first
+                self.expand_waiting(_GO)
             self.rest = min(float(beyond[end]), float(pool.bound.min(initial=math.inf)))
             self._raise_floor(self.waiting.bound)
             begin, size = end, min(_GROWTH * size, CHUNK)
@@ -282,18 +266,20 @@ class NetworkSearch:
 
         Nothing but these and those that wait is bounded below `beyond`.
         """
-        batch, size = batch.by_bound(), _GO
-        while len(batch := batch.where(self.matters(batch.bound))):
-            self.state.priced += len(fitting := self._fitting(batch.take(slice(0, size))))
-            bounded = self.pricing.bounded(fitting)
-            self.waiting = CandidateBatch.joined([self.waiting, bounded.where(self.matters(bounded.bound))])
-            batch = batch.take(slice(size, None))
+        batch, size = self._mattering(batch.by_bound()), _GO
+        go = self._leaders(batch)
+        while len(batch := self._mattering(batch)):
+            go = go if len(go) else np.arange(_go_of(size, len(batch)))
+            self.state.priced += len(fitting := self._fitting(batch.take(go)))
+            bounded = fitting if self.network.placed_alone else self.pricing.bounded(fitting)
+            self.waiting = CandidateBatch.joined([self.waiting, self._mattering(bounded)])
+            batch = batch.take(np.delete(np.arange(len(batch)), go))
             self.rest = min(beyond, float(batch.bound.min(initial=math.inf)))
             self._raise_floor(self.waiting.bound)
             if len(batch):
-                self.expand_waiting(size)
+                self.expand_waiting(len(go))
                 self._tell()
-            size = min(_GROWTH * size, CHUNK)
+            go, size = go[:0], min(_GROWTH * size, CHUNK)
 
     def _fitting(self, batch: CandidateBatch) -> CandidateBatch:
         fitting, least = self.pricing.fitting(batch)
@@ -337,6 +323,11 @@ class NetworkSearch:
     def _undominated(self, batch: CandidateBatch) -> CandidateBatch:
         front = self.state.front
         return batch.where((batch.bound < front.reach) & ~front.dominated(batch.bound, batch.memory))
+
+
+def _go_of(size: int, left: int) -> int:
+    """Candidates of a go of `size`, of those that are left: all where another would be left few."""
+    return left if size >= _SHARE * left else size
 
 
 def search(
