@@ -61,7 +61,14 @@ def test_every_second_layer_is_half_of_them():
 
 @pytest.mark.parametrize(
     ("words", "layers"),
-    [("full, 12 of 32 layers", 12), ("full (block, 2 layers)", 8), ("full: 3 layers per stage", 12), ("block 8", None)],
+    [
+        ("full, 12 of 32 layers", 12),
+        ("last 20 of 32 layers", 20),
+        ("25% of layers", 8),
+        ("full (block, 2 layers)", 8),
+        ("full: 3 layers per stage", 12),
+        ("block 8", None),
+    ],
 )
 def test_layers_that_are_counted_in_each_stage(words, layers):
     """Megatron-LM's method `block` counts in each piece of the pipeline: four here, of eight layers."""
@@ -75,6 +82,9 @@ def test_layers_that_are_counted_in_each_stage(words, layers):
 def test_offloading_of_all_that_is_kept():
     assert read("selective + CPU offload")[0] == {"remat": "recompute:core_attn", "offload": ("activations",)}
     assert read("activation offloading")[0] == {"remat": "none", "offload": ("activations",)}
+    assert read("full; offload activations of 8 layers")[0] == {
+        "remat": "full", "offload": ("activations",), "offload_layers": 8
+    }  # fmt: skip
     assert read("selective, no CPU offload")[0] == {"remat": "recompute:core_attn"}
 
 
@@ -117,6 +127,12 @@ def test_saved_and_offloaded_lists_are_told_apart():
     choices, _ = read(f"save_and_offload_only_these_names({lists})")
     assert choices["remat"] == "save:o+down"
     assert choices["offload_layers"] == 11  # of three tensors of one width one goes
+
+
+def test_a_budget_of_memory_leaves_it_to_the_compiler():
+    choices, notes = read("activation memory budget 0.5")
+    assert "remat" not in choices
+    assert "chosen by the compiler" in notes[0]
 
 
 @pytest.mark.parametrize("words", ["custom(anything:offload)", "custom(query_proj:disk)", "half"])

@@ -28,6 +28,8 @@ def run(**changes):
         ("bf16 params, fp8 matmuls (rowwise)", "fp8-current"),
         ("bf16 (no fp8)", "bf16,master=fp32"),
         ("bf16 + MXFP8", "mxfp8"),
+        ("mixed bf16/fp8", "fp8-current"),
+        ("tf32", "fp32,compute=tf32"),
         ("bf16 (fp32 reduce)", "bf16,master=fp32"),
     ],
 )
@@ -65,6 +67,12 @@ def test_weights_that_stay_gathered_are_zero_2(words):
         ("data_parallel_shard_degree=4", 2, 4, 1),
         ("sharded data parallel", 1, 8, 0),
         ("Sharded DDP", 8, 1, 2),
+        ("fsdp 4 x dp 2", 2, 4, 1),
+        ("FSDP 2", 1, 8, 0),
+        ("MiCS 4", 2, 4, 1),
+        ("zero_stage=3", 1, 8, 0),
+        ("zero_stage: 1", 8, 1, 1),
+        ("ZeRO++", 1, 8, 0),
     ],
 )
 def test_what_replicas_share(words, data, fsdp, zero):
@@ -386,6 +394,15 @@ def test_what_software_of_a_year_was(cells, calibration):
         ("NVLink 7.2 Tb/s per GPU, IB 400 Gb/s per GPU", 400),
         ("NVLink 3.6 Tb/s", None),
         ("400 gb/s per gpu", 400),
+        ("EFA 400 Gbps", 50),
+        ("p4d.24xlarge", 50),
+        ("GCP a3-megagpu-8g", 200),
+        ("A3 High", 100),
+        ("8x HDR IB", 200),
+        ("2x NDR per node", 100),
+        ("HDR InfiniBand 200 Gb/s x8", 200),
+        ("200Gbps x 4 NICs", 100),
+        ("4x OPA 100", 50 * 0.405 / 0.84),
     ],
 )
 def test_networks_as_sources_write_them(words, gb_per_s):
@@ -401,6 +418,7 @@ def test_networks_as_sources_write_them(words, gb_per_s):
         ("core attention", "NeMo", "recompute:core_attn"),
         ("checkpoint_dots", "JAX", "matmuls"),
         ("save_nothing", "JAX", "full"),
+        ("per-op SAC", "torchtitan", "save:q+v+gate+down+attention"),
     ],
 )
 def test_short_words_for_recomputation(words, software, remat):

@@ -18,7 +18,7 @@ _PRECISIONS = (
     (r"\b(?:no|not|without) (?:fp8|float8)", "bf16,master=fp32"),
     (r"fp8.*1x128|fp8-block|block-?wise|sub-?channel", "fp8-block"),
     (r"(?:fp8|float8).*delayed", "fp8"),
-    (r"float8|^bf16\b.*\bfp8|fp8.*(?:row-?wise|tensor-?wise|current|dynamic)", "fp8-current"),
+    (r"float8|\bbf16\b.*\bfp8|fp8.*(?:row-?wise|tensor-?wise|current|dynamic)", "fp8-current"),
     (r"fp8-cs|main value", "fp8-current"),
     (r"^fp8", "fp8"),
     (r"int8", "int8"),
@@ -26,7 +26,8 @@ _PRECISIONS = (
     (r"bf16 pure", "bf16,master=fp32"),
     (r"^bf(?:loat)?16", "bf16"),
     (r"^(?:fp16|float16|half)", "fp16"),
-    (r"^(?:fp32|tf32|f32|float32)", "fp32"),
+    (r"^tf32", "fp32,compute=tf32"),
+    (r"^(?:fp32|f32|float32)", "fp32"),
 )
 
 

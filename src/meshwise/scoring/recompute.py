@@ -56,10 +56,12 @@ _TENSORS = {
 #: What torchtitan's `selective_ac_option = "op"` keeps: attention, and every other product with weights, in order.
 _EVERY_OTHER = "save:q+v+gate+down+attention"
 
-#: What may follow a policy: layers that are offloaded, and what the column `sp` says.
-_FURTHER = (
-    r"(?:[;,] ?activations of \d+ layers offloaded(?: to (?:the )?(?:cpu|host))?)?(?: ?\+ ?sequence parallel(?:ism)?)?"
+#: Layers whose activations are offloaded, and what may follow a policy: what the column `sp` says.
+_LAYERS_OFFLOADED = (
+    r"(?:activations of (\d+) layers offloaded|offload\w* (?:the )?activations (?:of )?(\d+) layers)"
+    r"(?: to (?:the )?(?:cpu|host))?"
 )
+_FURTHER = r"(?: ?\+ ?sequence parallel(?:ism)?)?"
 
 
 def read_recompute(run: TrainingRun, model: Model, choices: dict[str, Any], notes: list[str]) -> None:
@@ -75,9 +77,10 @@ def read_recompute(run: TrainingRun, model: Model, choices: dict[str, Any], note
         MeshwiseError: words without a meaning here.
     """
     bare = " ".join(_without_origin(run.recompute).lower().split())
-    if offloaded := re.search(r"activations of (\d+) layers offloaded", bare):
+    if offloaded := re.search(_LAYERS_OFFLOADED, bare):
         choices["offload"] = ("activations",)
-        choices["offload_layers"] = int(offloaded[1])
+        choices["offload_layers"] = int(next(filter(None, offloaded.groups())))
+        bare = re.sub(_LAYERS_OFFLOADED, "", bare).strip(" ;,+") or "none"
     if not bare:
         return
     bare = _offloaded_whole(_SHORT.get(bare, bare), choices)
@@ -127,10 +130,12 @@ def _offloaded_whole(bare: str, choices: dict[str, Any]) -> str:
 def _of_counts(run: TrainingRun, bare: str, model: Model, choices: dict[str, Any], notes: list[str]) -> bool:
     """Full recomputation of some layers; whether the words are such. Megatron-LM counts them in each piece."""
     layers = model.num_layers
-    if found := re.search(r"^(?:full\b.*?|checkpoint\w*\W+)?(\d+) ?(?:of|/) ?(\d+) layers", bare):
+    if found := re.search(r"^(?:full\b.*?|checkpoint\w*\W+)?(?:first |last )?(\d+) ?(?:of|/) ?(\d+) layers", bare):
         if int(found[2]) != layers:
             raise MeshwiseError(f"recompute {bare!r}: {model.name} has {layers} layers, found {found[2]}")
         number = int(found[1])
+    elif found := re.fullmatch(r"(?:full,? ?)?([\d.]+) ?% of (?:the |all )?layers", bare):
+        number = max(1, round(layers * min(float(found[1]), 100.0) / 100))
     elif found := re.search(_IN_PIECES, bare):
         pieces = (run.pp or 1) * (run.vpp or 1)
         number = int(found[1] or found[2]) * pieces
@@ -144,6 +149,9 @@ def _of_counts(run: TrainingRun, bare: str, model: Model, choices: dict[str, Any
 
 def _of_words(run: TrainingRun, bare: str, _: Model, choices: dict[str, Any], notes: list[str]) -> bool:
     """Whether all layers, or none, are checkpointed, as people say it; whether the words are such."""
+    if "memory budget" in bare or "memory_budget" in bare:
+        notes.append(f"recompute {run.recompute!r}: chosen by the compiler, so the fastest that fits")
+        return True
     much = re.sub(rf"recompute_granularity|granularity|method|num_layers|{_CHECKPOINTS}", " ", bare)
     words = set(re.findall(r"[a-z]+", much))
     if words <= _NONE and (words or bare == "0"):
@@ -189,7 +197,7 @@ def _of_megatron(_: TrainingRun, bare: str, model: Model, choices: dict[str, Any
 
 def _of_torchtitan(run: TrainingRun, bare: str, model: Model, choices: dict[str, Any], notes: list[str]) -> bool:
     """Selective checkpoints of every so many layers, or of every other product; whether the words are such."""
-    if not re.match(rf"selective|op\b|op-level|sac\b|{_CHECKPOINTS}[ =:]*selective", bare):
+    if not re.match(rf"selective|(?:per-)?op\b|op-level|sac\b|{_CHECKPOINTS}[ =:]*selective", bare):
         return False
     if found := re.search(r"every (\d+|other|second)|(?:option|layer)\W+(\d+)", bare):
         number = found[1] or found[2]

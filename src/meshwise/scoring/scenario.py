@@ -22,7 +22,7 @@ from meshwise.hardware.names import assemble
 from meshwise.hardware.network import Level
 from meshwise.hardware.trees import FabricLevel, build_tree
 from meshwise.models import Model, built_in, model_names, read_dimensions
-from meshwise.scoring.rows import Row, TrainingRun
+from meshwise.scoring.rows import Row, TrainingRun, first_match
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +290,18 @@ _PORT = 800e9
 _NO_CHIP = r"(?![A-Za-z ]*?\b(?:A|B|H|L|V|GB|GH|MI)\d)"
 _INSIDE = r"[^,;()]*(?:NV-?Link|NV-?Switch|xGMI|Infinity Fabric)[^,;()]*"
 
+#: Gb/s of a port of each generation of InfiniBand.
+_GENERATIONS = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
+
+#: Nodes of clouds whose ports are others than such chips usually have -> Gb/s of a node for traffic between GPUs.
+#: Source: the providers' own pages of machine types (of A3 without the port of the host).
+_NODES_OF_CLOUDS = (
+    (r"\bp3dn\b|\ba2-(?:high|mega|ultra)gpu", 100),
+    (r"\bp4de?\b", 400),
+    (r"\ba3[- ]?high", 800),
+    (r"\ba3[- ]?mega", 1600),
+)
+
 
 def node_bandwidth(words: str, chips: int = 8) -> float | None:
     """Bytes/s, one way, that a node of GPUs has to others, as a source puts it; None where it says nothing.
@@ -302,6 +314,8 @@ def node_bandwidth(words: str, chips: int = 8) -> float | None:
     (200000000000.0, None)
     >>> node_bandwidth("EFA, 3.2 Tb/s per node"), node_bandwidth("400 Gb/s per GPU, NVLink 900 GB/s")
     (400000000000.0, 400000000000.0)
+    >>> node_bandwidth("p4d.24xlarge"), node_bandwidth("4x HDR per node"), node_bandwidth("200 Gb/s x 8 NICs")
+    (50000000000.0, 100000000000.0, 200000000000.0)
 
     Args:
         words: of the source.
@@ -310,17 +324,22 @@ def node_bandwidth(words: str, chips: int = 8) -> float | None:
     words = re.sub(_INSIDE, "", words, flags=re.IGNORECASE)
     ports = rf"(\d+)\s*x\s*{_NO_CHIP}(?:ConnectX-\d|[A-Za-z -]*)\s*(\d{{2,3}})(?:\s*Gb/s)?(?![\d.]*\s*GB)"
     if found := re.search(ports, words):
-        share = _OMNI_PATH if "omni-path" in words.lower() else 1.0
+        share = _OMNI_PATH if re.search(r"omni-?path|\bopa\b", words.lower()) else 1.0
         return share * int(found[1]) * int(found[2]) * 1e9 / 8
+    if found := re.search(r"(\d+)\s*x\s*(EDR|HDR|NDR|XDR)\b", words):
+        return int(found[1]) * _GENERATIONS[found[2]] * 1e9 / 8
+    if found := re.search(r"\b(\d{2,3})\s*Gb(?:it)?(?:ps|/s)\s*x\s*(\d+)\b", words):
+        return int(found[1]) * int(found[2]) * 1e9 / 8
     for found in re.finditer(
         rf"{_BITS}[^,;)]{{0,24}}?(?:(?:per|an?|each|/) ?((?i:node|host|server|GPU|chip))|$|[,;)])", words
     ):
         rate = float(found[1].replace(",", "")) * {"G": 1e9, "T": 1e12}[found[2].upper()] / 8
         if (found[3] or "").lower() in ("gpu", "chip"):
             return rate * chips
-        if found[3] or 8 * rate > _PORT:
+        if found[3] or 8 * rate > _PORT or "EFA" in words:  # of EFA, a node's is said
             return rate
-    return None
+    of_cloud = first_match(_NODES_OF_CLOUDS, words.lower())
+    return None if of_cloud is None else of_cloud * 1e9 / 8
 
 
 def _on_network(chip: Chip, run: Row, per_chip: float) -> Cluster:

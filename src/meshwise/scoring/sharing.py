@@ -17,12 +17,13 @@ from meshwise.scoring.rows import TrainingRun, first_match
 _STAGES = (
     (r"(?:no|not|without|never) re-?shard|reshard_after_forward\s*[=:]?\s*(?:false|never|no)\b", 2),
     (r"no[-_ ]shard\b", 0),
-    (r"zero[-_ ]*(?:stage)?[-_ ]*2|stage 2|^2$|shard_grad_op|optim_grads(?!_params)", 2),
+    (r"zero[-_ ]*(?:stage)?[-_ =:]*2|stage 2|^2$|shard_grad_op|optim_grads(?!_params)", 2),
     (r"sharded[-_ ]?ddp\b", 2),
     (r"\bsharded data[-_ ]parallel|dp[-_ ]shard|shard[-_ ]degree", 3),
-    (r"[fh]sdp|zero[-_ ]*(?:stage)?[-_ ]*3|stage 3|^3$|full(?:y)?[-_ ]shard|hybrid[-_ ]shard|optim_grads_params", 3),
-    (r"dist(?:ributed|rib|\.)?[-_ ]*opt|zero[-_ ]*(?:stage)?[-_ ]*1|stage 1|^1$|sharded optimizer|\boptim\b", 1),
-    (r"\bd?dp\b|\bnone\b|no optimizer|zero[-_ ]*(?:stage)?[-_ ]*0|stage 0|^0$|^no$|data[- ]parallel|replicated", 0),
+    (r"zero\+\+|\bmics\b", 3),
+    (r"[fh]sdp|zero[-_ ]*(?:stage)?[-_ =:]*3|stage 3|^3$|full(?:y)?[-_ ]shard|hybrid[-_ ]shard|optim_grads_params", 3),
+    (r"dist(?:ributed|rib|\.)?[-_ ]*opt|zero[-_ ]*(?:stage)?[-_ =:]*1|stage 1|^1$|sharded optimizer|\boptim\b", 1),
+    (r"\bd?dp\b|\bnone\b|no optimizer|zero[-_ ]*(?:stage)?[-_ =:]*0|stage 0|^0$|^no$|data[- ]parallel|replicated", 0),
 )
 
 #: Words that deny an offload.
@@ -95,7 +96,7 @@ def _shared_by(run: TrainingRun, words: str, dp: int, chip: Chip, notes: list[st
 #: Patterns of how many copies there are, and of how many replicas share one.
 _ACROSS = r"dp=(\d+) across"
 _SHARES = (
-    r"within (\d+)-gpu|over (\d+)\b(?! chips)|fsdp ?[=:(-] ?(\d+)"
+    r"within (\d+)-gpu|over (\d+)\b(?! chips)|(?:fsdp|mics) ?[=:(-] ?(\d+)|fsdp (\d+) ?[x\u00d7]|mics (\d+)"
     r"|shard(?:s|ing)?(?:[ _]degree| group| size)*[ =:]+(\d+)|groups? of (\d+)|(\d+)-way"
 )
 _COPIES = r"\bd?dp ?[=:] ?(\d+)|replicat\w*(?: degree| size)*[ =:]+(\d+)|(\d+) (?:copies|replicas)"

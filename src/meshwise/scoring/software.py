@@ -16,7 +16,7 @@ from meshwise.scoring.rows import TrainingRun
 #: Software that runs PyTorch's own operations.
 _PYTORCH = (
     "torch|fsdp|composer|deepspeed|lightning|accelerate|hugging|transformers|nanotron|litgpt|llama.?factory|automodel"
-    "|colossal|fairscale|metaseq|axolotl|llama.?recipes|olmo|foundation.model.stack"
+    "|llm.?foundry|unsloth|vescale|veomni|internevo|colossal|fairscale|metaseq|axolotl|llama.?recipes|olmo|foundation.model.stack"
 )
 
 #: What a row says of how the host launches: one program for what the interpreter would launch one by one, graphs of
