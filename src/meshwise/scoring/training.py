@@ -74,6 +74,12 @@ class TrainingScenario(Scenario):
         note = "FSDP over all replicas: copies of the weights do not fit in memory"
         return replace(self, layout=layout, assumed=(*self.assumed, note))
 
+    def with_chunked_loss(self) -> TrainingScenario:
+        """The same with a loss in chunks, where all logits at once would not fit."""
+        layout = replace(self.layout, choices={**self.layout.choices, "loss": "chunked"})
+        note = "the loss is computed in chunks of the sequence: all logits at once would not fit"
+        return replace(self, layout=layout, assumed=(*self.assumed, note))
+
 
 def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = "") -> TrainingScenario:
     """What a run did; arguments as of `predict_training`.
@@ -98,6 +104,7 @@ def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = 
     name, of_software = calibration_of(run, calibration, chip=cluster.chip, mixture=bool(model.mixtures), unseen=unseen)
     found = find_calibration(name, cluster.chip)
     sizes, choices, of_layout = _layout(run, model, cluster)
+    choices |= {"loss": "chunked"} if says(_CHUNKED, run.words) else {}
     Layout.from_json({**sizes, **choices})  # checks every value
     settled = {*choices, *(("zero",) if sizes["data"] == 1 else ())}
     return TrainingScenario(
@@ -316,39 +323,33 @@ def _overflows(memory: Mapping[str, float], estimate: Estimate) -> bool:
 def _other_readings(scenario: TrainingScenario) -> Iterator[TrainingScenario]:
     """Other readings of a row that does not fit as it was read: it ran."""
     run = scenario.run
+    if not run.is_memory and "loss" not in scenario.layout.choices:
+        yield (scenario := scenario.with_chunked_loss())
     if not run.fsdp_or_zero_stage and scenario.layout.sizes["data"] > 1:
         yield scenario.fully_sharded()
     if names_origin(run.recompute) and "remat" in scenario.layout.choices:  # looked up elsewhere than the measurement
         yield scenario.without_recompute()
 
 
-#: Bytes of logits that a loss in chunks holds at once, and a row's words for such a loss.
-_CHUNK = 2.0 * 2**30
+#: A row's words for a loss in chunks.
 _CHUNKED = (
     r"chunked (?:loss|cross|ce\b)|(?:loss|cross[- ]entropy|logits) in chunks|(?:cut|linear) cross[- ]entropy|liger"
 )
 
 
 def _spared(scenario: TrainingScenario, estimate: Estimate) -> tuple[Mapping[str, float], tuple[str, ...]]:
-    """Memory without what the row says is spared, or software spares where a run that ran would not fit; what it is."""
+    """Memory without what software spares where a run that ran would not fit; what it is."""
     memory, notes = dict(estimate.memory), list[str]()
-    if memory.get("logits_and_loss", 0.0) > _CHUNK and says(_CHUNKED, scenario.run.words):
-        _spare(memory, "logits_and_loss", _CHUNK)
-        notes.append("the loss is computed in chunks of the sequence")
-    whole = dict(memory), tuple(notes)
     if scenario.run.is_memory:
-        return whole
+        return memory, ()
     compiled, precision = scenario.problem.calibration.compiled, scenario.problem.job.formats
     if compiled and precision.master is not None and _overflows(memory, estimate):
         _spare(memory, "parameters", 0.0)
         notes.append("weights are cast from the master copy as they are read: no copy in 16 bits is stored")
-    if memory.get("logits_and_loss", 0.0) > _CHUNK and _overflows(memory, estimate):
-        _spare(memory, "logits_and_loss", _CHUNK)
-        notes.append("the loss is computed in chunks of the sequence: all logits at once would not fit")
     if not compiled and estimate.memory.get("gathered_weights") and _overflows(memory, estimate):
         _spare(memory, "gathered_weights", memory["gathered_weights"] / 2)
         notes.append("one layer's weights or its gradients are whole at a time, not both")
-    return (memory, tuple(notes)) if not _overflows(memory, estimate) else whole
+    return (memory, tuple(notes)) if not _overflows(memory, estimate) else (estimate.memory, ())
 
 
 def _spare(memory: dict[str, float], name: str, left: float) -> None:
