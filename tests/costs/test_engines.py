@@ -9,7 +9,7 @@ from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.calibration_files import calibration_text
 from meshwise.costs.engines import ENGINES, find_serving_calibration, serving_calibration
-from meshwise.costs.fitted import find_calibration
+from meshwise.costs.fitted import BEST_MATMULS, find_calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.engine import engine_costs
@@ -130,5 +130,8 @@ def test_a_family_without_rows_is_no_better_than_its_own_matmuls():
     found, own = serving_calibration(load_chip("mi300x")), CALIBRATIONS["cdna"]
     assert found.matmul_efficiency == own.matmul_efficiency == 0.51
     assert found.attention_efficiency <= found.matmul_efficiency
-    assert found.hbm_efficiency <= own.hbm_efficiency
+    assert max(found.hbm_efficiency, found.cache_reads, dict(found.weight_reads)[DType.FP8]) <= own.hbm_efficiency
+    assert dict(found.narrow)[DType.FP8] < found.matmul_efficiency
+    best = serving_calibration(load_chip("mi355x"))
+    assert best.matmul_efficiency == BEST_MATMULS["mi355x"] > found.matmul_efficiency
     assert "family" in found.uncertainty_sources

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import meshwise
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration
@@ -258,6 +259,15 @@ def test_exchanges_beside_compute_cost_what_compute_loses():
     assert free.lower <= free.expected < plain.expected
     whole = layout.replace(virtual_stages=1, schedule="1f1b")
     assert step(whole, beside_exchanges=True) == step(whole), "the passes of one microbatch follow each other"
+
+
+@pytest.mark.parametrize(
+    ("size", "busbw"), [(2**13, 0.29), (2**20, 22.4), (2**24, 171.5), (2**26, 266.3), (2**30, 313.9), (2**33, 316.8)]
+)
+def test_all_reduces_on_amd_take_what_rccl_was_measured_to_take(size, busbw):
+    """GB/s on 8 MI300X, Azure AI-benchmarking-guide (2025)."""
+    found = meshwise.collective("all-reduce", f"bf16[{size // 2}]", on="mi300x:8", mesh="X=8", calibration="operations")
+    assert found.time == pytest.approx(7 / 4 * size / (busbw * 1e9), rel=0.1)
 
 
 def test_every_chip_has_a_fitted_calibration_that_no_family_beats():

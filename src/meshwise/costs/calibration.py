@@ -321,10 +321,11 @@ CALIBRATIONS = {
         Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True, True,
                     f"B200: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}; {_ATTENTION}; {_EXCHANGE} 148",
                     20 / 148, 0.43, ((DType.FP8, 0.53), (DType.FP4, 0.39))),
-        Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True, False,
-                    "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs, "
-                    "exchanges from Hopper",
-                    20 / 132),
+        Calibration("cdna", 0.51, 0.77, Links(0.70, 31e-6, 27e-6, 0.12), False, True, False,
+                    "MI300X best bf16 matmul, stas00/ml-engineering (2025); BabelStream, fp8 matmul of 8192^3, RCCL "
+                    "AllReduces of 1 KiB to 8 GiB on 8 MI300X: Azure AI-benchmarking-guide (2025), near AMD's own "
+                    "acceptance tests; exchanges inherited from Hopper",
+                    20 / 132, narrow=((DType.FP8, 0.44),)),
         Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False, False,
                     "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGathers of 1.6 to 400 MB, "
                     "accelerator-microbenchmarks in tpu-recipes (2025); collectives inside a step: generation with "

@@ -13,7 +13,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
 from meshwise.costs.calibration_files import is_file_name, read_calibration_file
-from meshwise.costs.fitted import check_family, find_calibration
+from meshwise.costs.fitted import BEST_MATMULS, check_family, find_calibration
 from meshwise.hardware import Chip
 
 #: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.
@@ -145,7 +145,7 @@ def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
     )
     if chip.measured is not None:
         return as_measured(found, chip)
-    return found if family.name in ("tpu", "cpu") else _on_gpus(found, family.name, software)
+    return found if family.name in ("tpu", "cpu") else _on_gpus(found, chip, family.name, software)
 
 
 def as_measured(base: Calibration, chip: Chip) -> Calibration:
@@ -172,8 +172,10 @@ def as_measured(base: Calibration, chip: Chip) -> Calibration:
     )
 
 
-def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibration:
-    own = _CHIPS.get(family) or _inherited(found)
+def _on_gpus(found: Calibration, chip: Chip, family: str, software: ServingEngine) -> Calibration:
+    own = _CHIPS.get(family) or _inherited(found, BEST_MATMULS.get(chip.name, found.matmul_efficiency))
+    # engines have kernels of their own for small messages: on no family those of its library for training
+    links = found.links if family in _CHIPS else CALIBRATIONS["hopper"].links
     wide = (DType.BF16, DType.FP16, DType.FP8)
     return replace(
         found,
@@ -187,19 +189,21 @@ def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibr
         expert_reads=_EXPERTS,
         cache_reads=own.cache,
         cache_start=_CACHE_START,
-        links=replace(found.links, efficiency=own.links),
+        links=replace(links, efficiency=own.links),
         gap=software.gap,
         uncertainty_sources=("engine",) if family in _CHIPS else ("engine", "family"),
         source=f"{found.source}; {_SOURCE}",
     )
 
 
-def _inherited(family: Calibration) -> _Chips:
+def _inherited(family: Calibration, matmul: float) -> _Chips:
     """Ampere's constants for a family without rows, none better than its own single operations reach."""
     ampere = _CHIPS["ampere"]
     return replace(
         ampere,
-        matmul=min(ampere.matmul, family.matmul_efficiency),
+        matmul=min(ampere.matmul, matmul),
+        weights=min(ampere.weights, family.hbm_efficiency),
+        cache=min(ampere.cache, family.hbm_efficiency),
         memory=min(ampere.memory, family.hbm_efficiency),
         links=min(ampere.links, family.link_efficiency),
     )

@@ -205,15 +205,17 @@ _CHIPS = {
                      (0.24, 0.65), _MICRO),
     "blackwell": _Chips("b200-sxm", 0.474, ((DType.FP8, 0.549), (DType.FP4, 0.398)), 0.518, 1900.0, 50.0, _waves(148),
                         0.91, 0.735, 79e-6, (0.24, 0.65), _MICRO),
-    "cdna": _Chips("", 0.46, (), None, 1000.0, 200.0, _waves(304), 0.85, 0.74, 79e-6, (0.24, 0.65),
-                   f"inherited from Hopper and Ampere; {_MICRO}"),
+    "cdna": _Chips("", 0.46, ((DType.FP8, 0.41),), 0.36, 1000.0, 200.0, _waves(304), 0.77, 0.70, 79e-6, (0.24, 0.65),
+                   "fp8: mean of soaked matmuls of 4,096 to 32,768 rows, memory, links: BabelStream and RCCL on MI300X "
+                   "(Azure AI-benchmarking-guide, 2025); attention: as much of the rate of matmuls as on Hopper; the "
+                   f"others: inherited from Hopper and Ampere; {_MICRO}"),
     "tpu": _Chips("", 0.798, (), 0.647, 512.0, 0.0, 0.0, 0.85, 0.969, 0.0, (0.24, 0.65),
                   "matmul, interference: fitted to whole steps of MaxText on v4, v5e and v5p (2023)"),
 }  # fmt: skip
 
 #: Matmuls of milliseconds, of chips that differ from their family: best of a search of shapes (stas00/ml-engineering,
 #: 2025), and of 16384^3 (tpu-recipes, 2025).
-BEST_MATMULS = {"mi325x": 0.60, "mi355x": 0.62, "tpu7x": 0.83}
+BEST_MATMULS = {"mi325x": 0.60, "mi355x": 0.62, "gaudi3": 0.68, "tpu7x": 0.83}
 
 #: Operations of the vector unit for a score of attention on TPUs, forward and backward: scale, mask, maximum,
 #: difference, exponential (four), sum and cast; backward also the product with the gradient and two differences.
@@ -290,14 +292,15 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
     gap = 0.0 if on_tpu else _GAP  # a program of XLA runs on a TPU without the host between operations
     overlapped = software.collective_matmul if chip.vendor == "nvidia" else None
     ratio, best = _power_ratio(chip, own), BEST_MATMULS.get(chip.name, family.matmul_efficiency)
-    matmul = min(own.matmul * (best / family.matmul_efficiency) * ratio, best)
-    narrow = tuple((d, min(share * ratio, _MOST_NARROW)) for d, share in own.narrow)
+    better = best / family.matmul_efficiency
+    matmul = min(own.matmul * better * ratio, best)
+    narrow = tuple((d, min(share * better * ratio, _MOST_NARROW)) for d, share in own.narrow)
     return replace(
         family,
         matmul_efficiency=matmul,
         narrow=narrow or family.narrow,
         power_ratio=ratio,
-        attention_efficiency=None if forward is None else min(forward, matmul),
+        attention_efficiency=None if forward is None else min(forward * better, matmul),
         attention_backward=backward,
         half_attention=own.half_attention if software.flash == 2 else 0.0,
         unfused_attention=software.flash == 0,
