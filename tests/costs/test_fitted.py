@@ -181,6 +181,35 @@ def test_inputs_gathered_once_more_come_beside_other_gradients():
     assert late.expected == pytest.approx(plain.expected - late.hidden["tensor"], rel=1e-9)
 
 
+def test_sums_of_gradients_of_inputs_run_beside_gradients_of_weights():
+    """Two of a layer's four AllReduces, as far as products that follow inputs take."""
+    layout = Layout(tensor=8, micro_batch=2, remat="none", sequence_parallel=False, wires=(("tensor", (8,)),))
+
+    def step(width, **changes):
+        own = case("8 H100", "none", layout, width=width)
+        problem = replace(own.problem, calibration=replace(IDENTITY, **changes))
+        return evaluate_layout(problem, own.fabric, layout).step
+
+    plain, beside = (step(1024, beside_sums=b) for b in (False, True))
+    assert plain.hidden["tensor"] == 0 < beside.hidden["tensor"] < plain.terms["tensor"] / 2
+    assert beside.expected == pytest.approx(plain.expected - beside.hidden["tensor"], rel=1e-9)
+    wide = [step(16384, beside_sums=b) for b in (False, True)]
+    narrow, more = (b.hidden["tensor"] / a.terms["tensor"] for a, b in ((plain, beside), wide))
+    assert narrow < more < 0.5, "longer products hide more of them"
+    assert step(1024, beside_sums=True, collective_matmul=True) == step(1024, collective_matmul=True)
+
+
+def test_a_layer_repeated_to_its_end_sends_its_last_sum_again():
+    layout = Layout(tensor=8, micro_batch=2, remat="full", sequence_parallel=False, wires=(("tensor", (8,)),))
+    own = case("8 H100", "none", layout, width=1024)
+    plain, whole = (
+        evaluate_layout(replace(own.problem, calibration=replace(IDENTITY, repeats_whole=r)), own.fabric, layout).step
+        for r in (False, True)
+    )
+    assert whole.terms["tensor"] / plain.terms["tensor"] == pytest.approx(6 / 5, rel=0.1), "six a layer, not five"
+    assert whole.lower == plain.lower
+
+
 def test_the_host_launches_what_routing_decides():
     cluster = parse_cluster("h100:8")
     job = TrainingJob(batch_tokens=str(8 * 1024), seq_len="1024", batch_slack=0)

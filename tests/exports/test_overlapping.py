@@ -70,7 +70,8 @@ def test_collectives_in_pieces_need_sequence_parallelism():
     split, whole = (estimated(f"tp=4,dp=8,zero=1,sequence_parallel={s}", tool="megatron") for s in ("on", "off"))
     assert "--tp-comm-overlap" not in meshwise.export(whole, to="megatron").text
     exposed = estimated(whole.layout.line(experts=False), calibration="fitted+megatron-2021").estimate.terms["tensor"]
-    assert whole.estimate.terms["tensor"] == pytest.approx(exposed)
+    beside = 1 - (1 - whole.problem.calibration.interference) / 2  # sums of gradients, beside those of weights
+    assert whole.estimate.terms["tensor"] == pytest.approx(beside * exposed, rel=0.01)
     assert split.estimate.terms["tensor"] < exposed / 2
 
 

@@ -126,6 +126,8 @@ class Calibration:
         late_exchange: whether what is exchanged once a step over the data axis waits for the last backward pass.
         late_gathers: whether inputs of matmuls that are gathered once more for gradients of weights come beside the
             matmuls of the other gradients (Korthikanti et al. 2022, section 4.2.2).
+        beside_sums: whether sums of gradients of inputs over the tensor axis run beside the gradients of the same
+            weights (`--no-async-tensor-model-parallel-allreduce` of Megatron-LM turns it off).
         repeats_whole: whether full recomputation repeats all of a layer's forward pass, as checkpoints of PyTorch do,
             and not only what gradients read.
         beside_exchanges: whether an interleaved pipeline exchanges the tokens of one microbatch's pass while another's
@@ -193,6 +195,7 @@ class Calibration:
     compiled: bool = False
     chained_startup: float | None = None
     late_gathers: bool = False
+    beside_sums: bool = False
     repeats_whole: bool = False
     beside_exchanges: bool = False
     late_sends: int = 0
@@ -261,7 +264,7 @@ class Calibration:
         links = self.links
         if self.chained_startup is not None:
             links = replace(links, startup=self.chained_startup)
-        return replace(self, links=links, collective_matmul=False, late_gathers=False)
+        return replace(self, links=links, collective_matmul=False, late_gathers=False, beside_sums=False)
 
     def slower(self, times: float) -> Calibration:
         """The same where all that is expected takes `times` as long, as far as shares can: none is above 1.

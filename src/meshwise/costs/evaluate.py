@@ -24,6 +24,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.routing import expert_load
 from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
+from meshwise.costs.traffic import CollectiveTemplate
 from meshwise.sharding.layout import CHUNK_POSITIONS
 from meshwise.sharding.placed import Held, Purpose
 
@@ -120,6 +121,21 @@ def local_prices(
 def repeats_whole(problem: TrainingProblem, structure: LayoutChoices) -> bool:
     """Whether layers that are recomputed are repeated to their end."""
     return problem.calibration.repeats_whole and structure.remat == "full"
+
+
+def _block_time(
+    problem: TrainingProblem,
+    structure: LayoutChoices,
+    b: LoweredTrainingBlock,
+    own: LocalBlock,
+    *,
+    share: Num,
+    sent: Iterable[CollectiveTemplate],
+) -> BlockTime:
+    """So many copies of a block: arguments as in `evaluate`; `share` as in `LoweredTrainingBlock.part`."""
+    part = b.part(structure, share)
+    repeats = repeats_whole(problem, structure) and bool(b.passes["recompute"])
+    return BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(sent), own.sent, repeats)
 
 
 def _passes(
@@ -304,10 +320,10 @@ def evaluated(
     extents = whole_extents(problem, structure, c)
     blocks = tuple((b, b.part(structure, c.remat_share), own) for b, own in zip(lowered, local, strict=True))
     times = []
-    for b, part, own in blocks:
+    for b, _, own in blocks:
         # Collectives over axes of size 1 cost nothing; they are skipped unless a ledger is kept.
         sent = (one for one in b.collectives if ledger is not None or not is_one(extents.devices(one.key.mesh_axes)))
-        times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(sent), own.sent))
+        times.append(_block_time(problem, structure, b, own, share=c.remat_share, sent=sent))
     rates = rates_of(problem, structure, wires, bounded=bounded)
     sums, once = role_sums(times, CollectivePrices(rates, extents), ledger)
     boundary = extents.weighted(_between_stages(problem, structure))
@@ -368,14 +384,13 @@ def evaluate_activations(
     """
     times = []
     for b, own in zip(problem.lowered.training(structure), local, strict=True):
-        part = b.part(structure, 1.0)
         # Gradients of learned positions are summed over replicas, too: no bound counts them.
         moving = (
             one
             for one in b.collectives
             if one.local and one.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(one.key.mesh_axes)
         )
-        times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(moving), own.sent))
+        times.append(_block_time(problem, structure, b, own, share=1.0, sent=moving))
     return role_sums(times, prices)[0]
 
 

@@ -32,7 +32,7 @@ class Software:
         source: where the numbers are from.
         gap: seconds between operations; None for `_GAP`.
         beside_exchanges, late_sends, late_schedules, late_once, fused_sequences: as in `Calibration`.
-        scattered_sends, adds_gradients: likewise.
+        scattered_sends, adds_gradients, beside_sums: likewise.
         uneven_ring: as in `Calibration`.
         measured: whether steps of it, or of what differs in kernels alone, were compared with measured ones.
         rests_on: sources of measured steps by which its numbers, or that it is a software of its own, were decided.
@@ -54,6 +54,7 @@ class Software:
     fused_sequences: bool = False
     scattered_sends: bool = False
     adds_gradients: bool = False
+    beside_sums: bool = False
     uneven_ring: bool = False
     measured: bool = True
     rests_on: tuple[str, ...] = ()
@@ -77,7 +78,7 @@ SOFTWARE = {
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
-            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True,
+            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
             rests_on=("nemo2407", "mbridge"),
         ),
         Software(
@@ -85,7 +86,7 @@ SOFTWARE = {
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
             gap=1.9e-6, beside_exchanges=True,
-            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True,
+            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
             rests_on=("mbridge",),
         ),
         Software(
@@ -93,7 +94,7 @@ SOFTWARE = {
             flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
             source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
             beside_exchanges=True,
-            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True,
+            late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
             rests_on=("mbridge",),
         ),
         Software(
@@ -113,7 +114,7 @@ SOFTWARE = {
             "megatron-deepspeed-blocking", "the same as BLOOM was trained: each launch waits for its kernel",
             flash=0, elementwise_passes=1.13, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
-            gap=91e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
+            gap=80e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
             rests_on=("bloomprequel",),
         ),
         Software(
@@ -322,6 +323,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         software=software.name,
         scattered_sends=software.scattered_sends,
         adds_gradients=software.adds_gradients,
+        beside_sums=software.beside_sums,
         repeats_whole=software.name != "xla",
         half_output=own.half_output,
         score_flops=_SCORE_FLOPS if on_tpu else (0.0, 0.0),

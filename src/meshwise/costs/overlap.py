@@ -7,7 +7,7 @@ belong to them. Not here: prices of operations (`compute`) and of collectives (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.core.tensors import Block
@@ -154,34 +154,51 @@ class _Together:
 
 
 #: Collectives of one pass of a block: "critical" ones, those of "fused" collective matmuls, those "circling" in a ring
-#: of attention, and those "hideable" behind what is left; each where there are any.
+#: of attention, those "summed" beside gradients of weights, and those "hideable" behind what is left; each where there
+#: are any.
 _Sides = dict[str, _Together]
 
 
-def _put(sides: _Sides, sent: Sent, calibration: Calibration, *, late: bool, noted: bool) -> None:
-    """Put collectives with those that hide behind the same; `late` where gradients of weights alone wait for them."""
+#: Share of a layer's weights before whose products all chips of a tensor group have the same: those of q, k, v and of
+#: the feed-forward part's first products (7 of 12 of GPT, two thirds of Llama).
+_FIRST = 0.6
+
+
+def _put(sides: _Sides, sent: Sent, side: str, part: str, *, noted: bool) -> None:
+    """Put collectives of a part of the microbatch with those that hide behind the same."""
     one = sent.collective
-    side = one.side
-    if side == "critical" and one.term == "tensor" and (late or calibration.collective_matmul):
-        side = "fused"
     together = sides.get(side)
     if together is None:
         together = sides[side] = _Together()
     if noted:
         together.sent.append(sent)
     together.groups.add(one.key.mesh_axes)
-    together.seconds.add((one.term, one.part), sent.seconds)
+    together.seconds.add((one.term, part), sent.seconds)
 
 
-def _split_late(sent: Sent, calibration: Calibration) -> Iterable[tuple[Sent, bool]]:
-    """Collectives that are needed at once, and those that gradients of weights alone wait for, where software does."""
-    one, late = sent.collective, sent.collective.late
-    if not (late and calibration.late_gathers) or one.term != "tensor" or one.side != "critical":
-        return ((sent, False),)
-    if late == sent.number:
-        return ((sent, True),)
-    parts = ((sent.number - late, False), (late, True))
-    return ((sent._replace(number=n, seconds=sent.seconds * (n / sent.number)), last) for n, last in parts)
+def _split(sent: Sent, calibration: Calibration) -> Iterable[tuple[Sent, str]]:
+    """Collectives by what they hide behind: those of tensor parallelism as far as the software hides them.
+
+    Gathers that gradients of weights alone wait for come beside the other gradients, sums that these do not wait for
+    beside them.
+    """
+    one = sent.collective
+    if one.term != "tensor" or one.side != "critical":
+        return ((sent, one.side),)
+    if calibration.collective_matmul:
+        return ((sent, "fused"),)
+    late = one.late if calibration.late_gathers else 0
+    early = one.early if calibration.beside_sums else 0
+    if not late and not early:
+        return ((sent, "critical"),)
+    parts = ((sent.number - late - early, "critical"), (late, "fused"), (early, "summed"))
+    return ((_some(sent, number), side) for number, side in parts if number)
+
+
+def _some(sent: Sent, number: int) -> Sent:
+    """So many of them."""
+    share = number / sent.number
+    return sent if share == 1 else sent._replace(number=number, seconds=sent.seconds * share)
 
 
 def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledger: Ledger | None = None) -> None:
@@ -205,9 +222,16 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
         if prices.rates.bounded:
             bounds.add(one.term, bound)
             serial.add(one.part, sent.seconds)
-        for part, late in _split_late(sent, calibration):
-            sides = going if one.when is Pass.FORWARD else coming
-            _put(sides, part, calibration, late=late, noted=ledger is not None)
+        sides = going if one.when is Pass.FORWARD else coming
+        for some, side in _split(sent, calibration):
+            _put(sides, some, side, one.part, noted=ledger is not None)
+        if one.again and b.repeats:
+            again = _some(sent, one.again)
+            if ledger is not None:
+                again = again._replace(collective=replace(one, when=Pass.BACKWARD, part="backward"))
+            serial.add("backward", again.seconds)
+            for some, side in _split(again, calibration):
+                _put(coming, some, side, "backward", noted=ledger is not None)
     for term, seconds in bounds.items():
         sums.resources.add(term, count * seconds)
     for name, seconds in serial.items():
@@ -218,7 +242,7 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
     left = behind.hide_pass(Pass.FORWARD, going, forward, once)
     if backward:
         sums.cover.add(Purpose.WEIGHTS, count * left)
-        left = behind.hide_pass(Pass.BACKWARD, coming, backward, once)
+        left = behind.hide_pass(Pass.BACKWARD, coming, backward, once, b.compute["weights"].seconds)
         sums.cover.add(Purpose.GRADIENTS, count * left)
 
 
@@ -232,8 +256,15 @@ class _Behind:
     prices: CollectivePrices
     ledger: Ledger | None
 
-    def hide_pass(self, when: Pass, sides: _Sides, compute: Sequence[PassCompute], once: set[tuple[str, ...]]) -> Num:
-        """Hide the collectives of one pass behind what it computes.
+    def hide_pass(
+        self,
+        when: Pass,
+        sides: _Sides,
+        compute: Sequence[PassCompute],
+        once: set[tuple[str, ...]],
+        weights: Num = 0.0,
+    ) -> Num:
+        """Hide the collectives of one pass behind what it computes, of which gradients of weights take `weights`.
 
         Returns: seconds of compute that nothing hides behind yet, for what is sent `once` a step, over these groups.
         """
@@ -247,6 +278,9 @@ class _Behind:
             return 0.0
         cover = prices.placed(total(p.seconds for p in compute)) * overlap
         beside: list[tuple[set[tuple[str, ...]], Num]] = []
+        if "summed" in sides:
+            self.hide(2, when, sides["summed"], prices.placed(weights) * (_FIRST * overlap))
+            beside.append((sides["summed"].groups, sides["summed"].total))
         circled: Num = 0.0
         if "circling" in sides:
             attention = prices.placed(total(p.attention_seconds for p in compute))

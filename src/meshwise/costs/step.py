@@ -7,7 +7,8 @@ The rule for the *expected* time, stated once:
    collective matmuls on TPUs, and where the software of GPUs does so: they hide behind the compute of their own block
    and pass, as far as that lasts. So do those that a layout asks for, on any chip; they go round a ring, send by send.
    The keys and values of ring attention hide behind the attention of their own block and pass. What is gathered once
-   more for gradients of weights alone comes beside the other gradients, where the software does so (`late_gathers`).
+   more for gradients of weights alone comes beside the other gradients, and sums of gradients of inputs beside those of
+   the same weights, where the software does so (`late_gathers`, `beside_sums`).
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
    out of its collective matmuls), as far as that lasts. Where they need links that collective matmuls or the ring of
    attention use at the same time, they hide behind what those leave of it: the times on shared links add up.
@@ -79,6 +80,7 @@ class BlockTime:
             "weights" (gradients of weights); of serving by term.
         collectives: what one copy sends.
         known: bytes of some of them, by `CollectiveTemplate.cost`.
+        repeats: whether it is recomputed to its end, and sends all of its forward pass once more.
     """
 
     block: Block
@@ -86,6 +88,7 @@ class BlockTime:
     compute: Mapping[str, PassCompute]
     collectives: tuple[CollectiveTemplate, ...]
     known: Mapping[int, Num] = field(default_factory=dict)
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ with these. Not here: seconds (`step`).
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -67,6 +68,8 @@ class CollectiveTemplate:
         side: what may hide it: nothing ("critical"), products that it is fused with ("fused"), attention while it goes
             round a ring ("circling"), the compute of a neighbour ("hideable").
         late: how many of them only gradients of weights wait for: inputs of matmuls that are gathered once more.
+        early: how many of them sum gradients of a matmul's inputs, which those of its weights need not wait for.
+        again: how many of them a layer sends once more only where it is recomputed to its end.
         cost: number of the bytes and the key in the program; equal ones take as long.
     """
 
@@ -83,6 +86,8 @@ class CollectiveTemplate:
     part: str
     side: str
     late: int
+    early: int
+    again: int
     cost: int
 
     def bytes(self, extents: Extents) -> Num:
@@ -111,6 +116,10 @@ class Sent(NamedTuple):
 _SIDES = {Purpose.RING: "circling", Purpose.MATMUL: "fused", Purpose.ACTIVATIONS: "critical"}
 _ONE_BY_ONE = tuple(_SIDES)
 
+#: Collectives that add up, and how gradients of activations are called (`core.backward`).
+_SUMS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
+_GRADIENT = "d_"
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveLowering:
@@ -138,10 +147,11 @@ class CollectiveLowering:
         exchanged: dict[tuple[str, ...], list[Bucket]] = {}
         for _, item in update_transfers(placed, optimizer):
             exchanged.setdefault(item.collective.mesh_axes, []).append((item,))
+        kept = {t.tensor.name for t in placed.backward if isinstance(t, Transfer)}
         makers = {item.op.name: item.output.tensor.kind for item in placed.backward if isinstance(item, LocalOp)}
         late = frozenset(name for name, kind in makers.items() if kind is Kind.GRADIENT)
         return (
-            *(self._template(group, buckets, late) for group, buckets in groups.items()),
+            *(self._template(group, buckets, late, kept) for group, buckets in groups.items()),
             *(
                 replace(
                     self._template((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes, ()), items), count=2
@@ -182,8 +192,17 @@ class CollectiveLowering:
             for t in bucket
         )
 
-    def _template(self, group: _Group, buckets: list[Bucket], late: frozenset[str] = frozenset()) -> CollectiveTemplate:
-        """Lower equal activations, or all weights or gradients of one pass; `late` operations make such gradients."""
+    def _template(
+        self, group: _Group, buckets: list[Bucket], late: frozenset[str] = frozenset(), kept: Container[str] = ()
+    ) -> CollectiveTemplate:
+        """Lower equal activations, or all weights or gradients of one pass.
+
+        Args:
+            group: what the buckets have in common.
+            buckets: of the pass.
+            late: operations that make gradients of weights.
+            kept: tensors that are sent in the backward pass.
+        """
         when, purpose, kind, mesh_axes, _ = group
         one_by_one = purpose in _ONE_BY_ONE
         items = [t for bucket in buckets for t in bucket]
@@ -196,7 +215,10 @@ class CollectiveLowering:
         scaled_by = mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else ()
         routed = kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes)
         key = CollectiveKey(kind, mesh_axes, routed, purpose is Purpose.MATMUL)
-        waiting = [b for b in buckets if purpose is Purpose.ACTIVATIONS and b[0].waits in late]
+        activations = buckets if purpose is Purpose.ACTIVATIONS else []
+        waiting = [b for b in activations if b[0].waits in late]
+        summed = [b for b in activations if kind in _SUMS and b[0].tensor.name.startswith(_GRADIENT)]
+        again = [b for b in activations if b[0].tensor.name not in kept]
         return CollectiveTemplate(
             name=", ".join(dict.fromkeys(t.tensor.name for t in items)),
             when=when,
@@ -211,6 +233,8 @@ class CollectiveLowering:
             part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
             side=_SIDES.get(purpose, "hideable"),
             late=len(waiting) if when is Pass.BACKWARD else 0,
+            early=len(summed) if when is Pass.BACKWARD else 0,
+            again=len(again) if when is Pass.FORWARD else 0,
             cost=self.costs((num_bytes, scaled_by, key)),
         )
 

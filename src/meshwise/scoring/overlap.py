@@ -42,6 +42,9 @@ _DISPATCHERS = (
 #: `enable_load_balance` of torch.distributed.tensor.experimental, new in 2.6 and its nightly builds.
 _DEALT, _DEALT_SINCE = r"zig-?zag|striped|load[- ]balanced (?:ring|cp\b|context)", 7
 
+#: The year from which Megatron-LM sums gradients of inputs beside those of weights, and its option that denies it.
+_SUMS_SINCE, _NO_SUMS = 2022, r"no-async-tensor-model-parallel-allreduce"
+
 #: Seconds between kernels of a CUDA graph: of five engines of serving, 2 us within 7 % (docs/serving-accuracy.md).
 _GRAPH_GAP = 2e-6
 
@@ -57,6 +60,8 @@ def as_run(calibration: Calibration, run: TrainingRun) -> Calibration:
     words = f"{run.software} {run.notes}".lower()
     if says(GRAPHS, words):
         calibration = replace(calibration, gap=min(calibration.gap, _GRAPH_GAP), mixture_launch=0.0)
+    beside = calibration.beside_sums or (calibration.software == "megatron-2021" and (run.year or 0) >= _SUMS_SINCE)
+    calibration = replace(calibration, beside_sums=beside and not re.search(_NO_SUMS, words))
     torch = re.search(r"torch\w*[ =v]+2\.(\d+)", words)
     if re.search(_DEALT, words) or (torch and int(torch[1]) >= _DEALT_SINCE):
         calibration = replace(calibration, uneven_ring=False)

@@ -271,12 +271,11 @@ def groups_that_send(
     Weights are sent beside collective matmuls, and beside rings.
     """
     groups, beside, weights = set[Group](), set[Group](), set[Group]()
+    beside_compute = problem.calibration.collective_matmul or problem.calibration.beside_sums
     for axes, purpose in (sent for block in problem.lowered.training(choices) for sent in block.sent):
         groups.add(axes)
         if purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
             weights.add(axes)
-        elif purpose in (Purpose.RING, Purpose.MATMUL) or (
-            problem.calibration.collective_matmul and term_of(axes, purpose) == "tensor"
-        ):
+        elif purpose in (Purpose.RING, Purpose.MATMUL) or (beside_compute and term_of(axes, purpose) == "tensor"):
             beside.add(axes)
     return tuple(sorted(groups)), tuple((a, b) for a in sorted(beside) for b in sorted(weights))
