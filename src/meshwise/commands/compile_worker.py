@@ -42,6 +42,7 @@ def compile_plan(plan: Plan, layers: int | None) -> tuple[Compiled, DeviceMesh]:
         MeshwiseError: what the runtime cannot execute, or the compiler does not know.
     """
     from meshwise.runtime import train_step  # noqa: PLC0415  (loads JAX)
+    from meshwise.runtime.devices import lowering_for  # noqa: PLC0415
 
     problem, layout = plan.problem, plan.layout
     model = problem.model
@@ -50,7 +51,8 @@ def compile_plan(plan: Plan, layers: int | None) -> tuple[Compiled, DeviceMesh]:
     target = Target.of(problem.cluster, plan.fabric)
     placed = place_devices(target_devices(target), layout)
     step = train_step(model, layout, problem.job, placed)
-    lowered = step.jitted.lower(step.abstract_state, step.abstract_batch)
+    with lowering_for(placed.flat[0]):
+        lowered = step.jitted.lower(step.abstract_state, step.abstract_batch)
     target = replace(target, compiler_options={**step.compiler_options, **target.compiler_options})
     order = [int(device.id) for device in placed.reshape(-1)]
     return compile_ahead(lowered, target, order), device_mesh(placed, layout)

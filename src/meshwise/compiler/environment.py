@@ -5,6 +5,7 @@ JAX may be imported already: what is set here is read when a compiler is loaded,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -15,10 +16,16 @@ from typing import Any
 from meshwise.compiler.targets import Target
 from meshwise.core.errors import MissingDependencyError
 
-_LIBRARIES = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda12"}
+#: Modules of which one is a platform's compiler: for each release of CUDA there is one.
+_LIBRARIES = {"tpu": ("libtpu",), "cuda": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")}
+
+#: What a compiler may consist of.
 _PACKAGES = {
     "tpu": ("jax", "jaxlib", "libtpu"),
-    "cuda": ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
+    "cuda": (
+        *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
+        *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"),
+    ),
 }
 
 #: Without these libtpu asks a cloud's metadata server what it runs on, or says on stderr that it cannot.
@@ -36,18 +43,27 @@ def check_compiler(platform: str) -> None:
     Raises:
         MissingDependencyError: with the line that installs it.
     """
-    try:
-        found = all(importlib.util.find_spec(name) is not None for name in ("jax", _LIBRARIES[platform]))
-    except ModuleNotFoundError:
-        found = False
-    if not found:
+    if _library("jax") is None or not any(map(_library, _LIBRARIES[platform])):
         what = {"tpu": "TPUs", "cuda": "NVIDIA GPUs"}[platform]
         raise MissingDependencyError(f"compiling for {what} needs their compiler: pip install 'meshwise[{platform}]'")
 
 
 def compiler_versions(platform: str) -> dict[str, str]:
     """Versions of the packages that make up a compiler."""
-    return {name: metadata.version(name) for name in _PACKAGES[platform]}
+    found = dict[str, str]()
+    for name in _PACKAGES[platform]:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _library(name: str) -> Path | None:
+    """The file that a module begins with, None where it is not installed."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of a package around it
+        return None
+    return None if found is None or found.origin is None else Path(found.origin)
 
 
 def prepare(target: Target) -> None:
@@ -79,8 +95,5 @@ def _register_cuda() -> None:
     xla_bridge._discover_and_register_pjrt_plugins()
     if "cuda" in xla_bridge._topology_factories:
         return
-    package = importlib.util.find_spec("jax_plugins.xla_cuda12")
-    assert package is not None
-    assert package.origin is not None
-    library = Path(package.origin).parent / "xla_cuda_plugin.so"
-    xla_bridge.register_plugin("cuda", library_path=str(library))
+    library = next(filter(None, map(_library, _LIBRARIES["cuda"])))
+    xla_bridge.register_plugin("cuda", library_path=str(library.parent / "xla_cuda_plugin.so"))

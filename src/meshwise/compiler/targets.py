@@ -60,7 +60,7 @@ def known_gpus() -> tuple[str, ...]:
 
 
 def describe_gpu(chip: Chip) -> str:
-    """Write the description of one GPU.
+    """Write the description of one GPU, which has the name of the one that JAX knows of its kind.
 
     >>> from meshwise.hardware import load_chip
     >>> "device_memory_size: 8" in describe_gpu(load_chip("h100"))
@@ -97,7 +97,7 @@ def describe_gpu(chip: Chip) -> str:
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
-device_description_str: "{chip.title}"
+device_description_str: "NVIDIA {chip.title.replace("H800", "H100")}"
 """
 
 

@@ -255,6 +255,20 @@ def find_devices(cpu_devices: int | None = None, told: Callable[[str], None] = l
     return found
 
 
+@contextlib.contextmanager
+def lowering_for(device: Any) -> Iterator[None]:
+    """While programs are lowered for a GPU that may not be there: from 0.11 on, JAX's kernels ask which it is."""
+    import jax  # noqa: PLC0415 -- loaded already
+
+    sharding: Any = jax.sharding
+    if device.platform not in ("gpu", "cuda") or not hasattr(sharding, "AbstractDevice"):
+        yield
+        return
+    kind = sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.core_count, platform="gpu")
+    with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=kind)):
+        yield
+
+
 def software_of(device: Any) -> str:
     """What runs programs on a device."""
     import jax  # noqa: PLC0415 -- loaded already
