@@ -74,6 +74,23 @@ def test_ranges_hold_every_pair_and_no_more_keys_than_they_must(masks, offset):
         assert not len(queries) or (low <= queries[0] and high > queries[-1])
 
 
+@pytest.mark.parametrize("masks", [Masks(True, 5, None, 1.0), Masks(True, None, 4, 1.0), Masks(True, 9, 8, 1.0)])
+@pytest.mark.parametrize("offset", [-8, 0, 4, 12])
+def test_ranges_that_are_whole_hold_no_pair_that_is_not_seen(masks, offset):
+    seen = masks.seen(offset + np.arange(12), np.arange(16))
+    whole = 0
+    for first in range(0, 12, 3):
+        keys = np.flatnonzero(seen[first : first + 3].all(0))
+        low, high = masks.whole_key_range(offset + first, offset + first + 2, 0, 16)
+        assert (low, high) == (keys[0], keys[-1] + 1) if len(keys) else high <= low
+        whole += len(keys)
+    for first in range(0, 16, 4):
+        queries = np.flatnonzero(seen[:, first : first + 4].all(1))
+        low, high = masks.whole_query_range(first, first + 3, offset, 12)
+        assert (low, high) == (queries[0], queries[-1] + 1) if len(queries) else high <= low
+    assert whole or offset == -8 or masks.window == 5
+
+
 @pytest.mark.jax
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("skip", [True, False])

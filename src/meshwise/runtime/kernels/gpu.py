@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,35 @@ _triton: Any = triton_module
 #: Rows of a block that are tried, the largest first, and the least.
 _SIZES = (128, 64, 32)
 
-#: Logits that are not seen: the difference of two of them is finite.
-_UNSEEN = -1e30
+#: Logits that are not seen, and what the largest of some begins with: the difference of the two has no weight.
+_UNSEEN, _LEAST = -1e30, -5e29
+
+#: Powers of two are taken faster than of e.
+_UNIT = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program of a kernel works on, and with.
+
+    Args:
+        rows: queries at a time; keys: keys at a time.
+        warps: of a program.
+        stages: blocks that are on their way.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+#: By kernel, for heads of up to 64, 128 and 256: the fastest on an H100 of those tried (benchmarks/kernels.py).
+_TILES = {
+    "forward": (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 32, 4, 2)),
+    "of_queries": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
+    "of_keys": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
+}
 
 
 def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:  # noqa: ARG001  (as of other kernels)
@@ -42,8 +70,8 @@ def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Attend; arguments and result as of `blocks.forward`."""
-    wide = q.shape[3] > 128
-    rows, keys = _size(q, 128), _size(k, 32 if wide else 64)
+    tile = _tile("forward", q, k)
+    rows, keys = tile.rows, tile.keys
     kernel = partial(_forward, masks=pairs.masks, keys=keys, width=q.shape[3], value=v.shape[3])
     shapes = (
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype),
@@ -54,7 +82,7 @@ def forward(
     outputs = (_rows(v, rows), _row_numbers(rows))
     grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
     with counted(q, k, v, pairs, products=2, size=(rows, keys)):
-        out, total = _call(kernel, grid, (specs, outputs), shapes, interpret=interpret)(_starts(pairs), q, k, v)
+        out, total = _call(kernel, tile, grid, (specs, outputs), shapes, interpret=interpret)(_starts(pairs), q, k, v)
     return out, jnp.swapaxes(total, 1, 2)
 
 
@@ -71,21 +99,23 @@ def backward(
     """Gradients; arguments and result as of `blocks.backward`."""
     total, d_out, shift = jnp.swapaxes(kept[0], 1, 2), kept[1], jnp.swapaxes(kept[2], 1, 2)
     total = jnp.where(jnp.isfinite(total), total, 0.0)
-    most = 32 if q.shape[3] > 128 else 64
-    rows, keys = _size(q, most), _size(k, most)
     group = q.shape[2] // k.shape[2]
     how: dict[str, Any] = {"masks": pairs.masks, "width": q.shape[3], "value": v.shape[3]}
     arrays = (_starts(pairs), q, k, v, total, d_out, shift)
 
+    tile = _tile("of_queries", q, k)
+    rows, keys = tile.rows, tile.keys
     specs: tuple[Any, ...] = (_rows(q, rows), _all_of(k, group), _all_of(v, group))
     specs += (_row_numbers(rows), _rows(v, rows), _row_numbers(rows))
     grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
     shape = (jax.ShapeDtypeStruct(q.shape, dtype),)
     with counted(q, k, v, pairs, products=3, size=(rows, keys)):
         (d_q,) = _call(
-            partial(_of_queries, keys=keys, **how), grid, (specs, (_rows(q, rows),)), shape, interpret=interpret
+            partial(_of_queries, keys=keys, **how), tile, grid, (specs, (_rows(q, rows),)), shape, interpret=interpret
         )(*arrays)
 
+    tile = _tile("of_keys", q, k)
+    rows, keys = tile.rows, tile.keys
     specs = (_group_of(q, group), _rows(k, keys), _rows(v, keys))
     specs += (_group_numbers(q, group), _group_of(d_out, group), _group_numbers(q, group))
     grid = (k.shape[1] // keys, k.shape[0], k.shape[2])
@@ -94,14 +124,26 @@ def backward(
     arrays = (arrays[0], _by_group(q, group), k, v, _by_group(total, group, 1), _by_group(d_out, group), *arrays[6:])
     arrays = (*arrays[:6], _by_group(shift, group, 1))
     with counted(q, k, v, pairs, products=4, size=(rows, keys)):
-        d_k, d_v = _call(partial(_of_keys, rows=rows, **how), grid, (specs, outputs), shapes, interpret=interpret)(
-            *arrays
-        )
+        d_k, d_v = _call(
+            partial(_of_keys, rows=rows, **how), tile, grid, (specs, outputs), shapes, interpret=interpret
+        )(*arrays)
     return d_q, d_k, d_v
 
 
+def _tile(kernel: str, q: jax.Array, k: jax.Array) -> Tile:
+    """The tile of a kernel, smaller where queries or keys are not so many times as many."""
+    tile = _TILES[kernel][sum(q.shape[3] > width for width in (64, 128))]
+    return replace(tile, rows=_size(q, tile.rows), keys=_size(k, tile.keys))
+
+
 def _call(
-    kernel: Callable[..., None], grid: tuple[int, ...], specs: tuple[Any, Any], shapes: Any, *, interpret: bool
+    kernel: Callable[..., None],
+    tile: Tile,
+    grid: tuple[int, ...],
+    specs: tuple[Any, Any],
+    shapes: Any,
+    *,
+    interpret: bool,
 ) -> Callable[..., Any]:
     return pl.pallas_call(
         kernel,
@@ -109,7 +151,7 @@ def _call(
         in_specs=(pl.BlockSpec((2,), lambda *_: (0,)), *specs[0]),
         out_specs=specs[1],
         out_shape=shapes,
-        compiler_params=_triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name=kernel.func.__name__.strip("_"),  # type: ignore[attr-defined]  # (a partial)
     )
@@ -175,23 +217,38 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return _triton.dot(a, b)
 
 
-def _scores(
-    q: jax.Array, k: jax.Array, first_query: Any, first_key: Any, masks: Masks
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Logits of a block [rows, keys], which are seen (None: all are), and the slope of the cap."""
-    logits, slope = masks.logits(_dot(q, k.T))
-    if masks.everything:
-        return logits, None, slope
+def _scores(  # noqa: PLR0917
+    q: jax.Array, k: jax.Array, first_query: Any, first_key: Any, masks: Masks, whole: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of a block [rows, keys], in units of powers of two, and the slope of the cap; `whole`: all are seen."""
+    logits, slope = masks.logits(_dot(q, k.T), _UNIT)
+    if whole:
+        return logits, slope
     queries = first_query + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     keys = first_key + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return logits, masks.sees(queries, keys), slope
+    return jnp.where(masks.sees(queries, keys), logits, _UNSEEN), slope
 
 
-def _blocks(bounds: tuple[Any, Any], size: int) -> tuple[Any, Any]:
-    low, high = bounds
-    if isinstance(low, int) and isinstance(high, int):
-        return low // size, -(-high // size)
-    return jax.lax.div(jnp.int32(low), jnp.int32(size)), jax.lax.div(jnp.int32(high) + (size - 1), jnp.int32(size))
+def _over(  # noqa: PLR0917
+    some: tuple[Any, Any], whole: tuple[Any, Any], size: int, masks: Masks, more: Callable[..., Any], carry: Any
+) -> Any:
+    """Go over blocks that hold pairs, without a look at their positions where all pairs of a block are seen.
+
+    Args:
+        some, whole: bounds of what some, and all of the others see.
+        size: of a block.
+        more: of the number of a block, the carry, and whether all are seen.
+    """
+    low, high = jnp.int32(some[0]), jnp.int32(some[1])
+    first, end = jax.lax.div(low, jnp.int32(size)), jax.lax.div(high + (size - 1), jnp.int32(size))
+    if masks.everything:
+        return jax.lax.fori_loop(first, end, partial(more, whole=True), carry)
+    low, high = jnp.int32(whole[0]), jnp.int32(whole[1])
+    begin = jnp.clip(jax.lax.div(low + (size - 1), jnp.int32(size)), first, end)
+    until = jnp.clip(jax.lax.div(high, jnp.int32(size)), begin, end)
+    carry = jax.lax.fori_loop(first, begin, partial(more, whole=False), carry)
+    carry = jax.lax.fori_loop(begin, until, partial(more, whole=True), carry)
+    return jax.lax.fori_loop(until, end, partial(more, whole=False), carry)
 
 
 def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
@@ -210,28 +267,25 @@ def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     rows = q_ref.shape[0]
     first, start = starts[0] + pl.program_id(0) * rows, starts[1]
     q = _load(q_ref, width)
-    low, high = _blocks(masks.key_range(first, first + rows - 1, start, k_ref.shape[0]), keys)
+    block = first, first + rows - 1, start, k_ref.shape[0]
 
-    def more(number: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def more(number: Any, carry: tuple[jax.Array, ...], *, whole: bool) -> tuple[jax.Array, ...]:
         made, total, largest = carry
         here = pl.ds(number * keys, keys)
-        logits, seen, _ = _scores(q, _load(k_ref.at[here], width), first, start + number * keys, masks)
-        if seen is not None:
-            logits = jnp.where(seen, logits, _UNSEEN)
+        logits, _ = _scores(q, _load(k_ref.at[here], width), first, start + number * keys, masks, whole)
         top = jnp.maximum(largest, jnp.max(logits, axis=1))
-        weights = jnp.exp(logits - top[:, None])
-        if seen is not None:
-            weights = jnp.where(seen, weights, 0.0)
-        fade = jnp.exp(largest - top)
+        weights = jnp.exp2(logits - top[:, None])
+        fade = jnp.exp2(largest - top)
         v = _load(v_ref.at[here], value)
         return made * fade[:, None] + _dot(weights.astype(v.dtype), v), total * fade + jnp.sum(weights, axis=1), top
 
-    empty = jnp.zeros((rows, v_ref.shape[1]), jnp.float32), jnp.zeros(rows), jnp.full(rows, _UNSEEN, jnp.float32)
-    made, total, largest = jax.lax.fori_loop(low, high, more, empty)
+    empty = jnp.zeros((rows, v_ref.shape[1]), jnp.float32), jnp.zeros(rows), jnp.full(rows, _LEAST, jnp.float32)
+    seen = masks.key_range(*block), masks.whole_key_range(*block)
+    made, total, largest = _over(*seen, keys, masks, more, empty)
     some = total > 0
     whole = jnp.where(some, total, 1.0)
     _store(out, made / whole[:, None], value)
-    total_ref[...] = jnp.where(some, jnp.log(whole) + largest, -math.inf)
+    total_ref[...] = jnp.where(some, (jnp.log2(whole) + largest) / _UNIT, -math.inf)
 
 
 def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
@@ -242,13 +296,12 @@ def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     first_query: Any,
     first_key: Any,
     masks: Masks,
+    whole: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Weights of a block of pairs, and gradients of its scores: [rows, keys]."""
     total, d_out, shift = kept
-    logits, seen, slope = _scores(q, k, first_query, first_key, masks)
-    if seen is not None:
-        logits = jnp.where(seen, logits, _UNSEEN)
-    weights = jnp.exp(logits - total[:, None])
+    logits, slope = _scores(q, k, first_query, first_key, masks, whole)
+    weights = jnp.exp2(logits - (total * _UNIT)[:, None])
     d_scores = weights * (_dot(d_out, v.T) + shift[:, None]) * masks.scale
     return weights, d_scores if slope is None else d_scores * slope
 
@@ -271,15 +324,16 @@ def _of_queries(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     rows = q_ref.shape[0]
     first, start = starts[0] + pl.program_id(0) * rows, starts[1]
     q, kept = _load(q_ref, width), (total_ref[...], _load(d_out_ref, value), shift_ref[...])
-    low, high = _blocks(masks.key_range(first, first + rows - 1, start, k_ref.shape[0]), keys)
+    block = first, first + rows - 1, start, k_ref.shape[0]
 
-    def more(number: Any, total: jax.Array) -> jax.Array:
+    def more(number: Any, total: jax.Array, *, whole: bool) -> jax.Array:
         here = pl.ds(number * keys, keys)
         k, v = _load(k_ref.at[here], width), _load(v_ref.at[here], value)
-        _, d_scores = _gradients(q, k, v, kept, first, start + number * keys, masks)
+        _, d_scores = _gradients(q, k, v, kept, first, start + number * keys, masks, whole)
         return total + _dot(d_scores.astype(k.dtype), k)
 
-    _store(d_q, jax.lax.fori_loop(low, high, more, jnp.zeros(q.shape, jnp.float32)), width)
+    seen = masks.key_range(*block), masks.whole_key_range(*block)
+    _store(d_q, _over(*seen, keys, masks, more, jnp.zeros(q.shape, jnp.float32)), width)
 
 
 def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
@@ -301,17 +355,19 @@ def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     keys = k_ref.shape[0]
     first, start = starts[1] + pl.program_id(0) * keys, starts[0]
     k, v = _load(k_ref, width), _load(v_ref, value)
-    low, high = _blocks(masks.query_range(first, first + keys - 1, start, q_ref.shape[0]), rows)
+    block = first, first + keys - 1, start, q_ref.shape[0]
+    seen = masks.query_range(*block), masks.whole_query_range(*block)
 
     def of_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        def more(number: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def more(number: Any, sums: tuple[jax.Array, jax.Array], *, whole: bool) -> tuple[jax.Array, jax.Array]:
             here = pl.ds(number * rows, rows)
             q, d_out = _load(q_ref.at[here, head], width), _load(d_out_ref.at[here, head], value)
             kept = total_ref[head, here], d_out, shift_ref[head, here]
-            weights, d_scores = _gradients(q, k, v, kept, start + number * rows, first, masks)
+            weights, d_scores = _gradients(q, k, v, kept, start + number * rows, first, masks, whole)
             return sums[0] + _dot(d_scores.astype(q.dtype).T, q), sums[1] + _dot(weights.astype(v.dtype).T, d_out)
 
-        return jax.lax.fori_loop(low, high, more, sums)
+        made: tuple[jax.Array, jax.Array] = _over(*seen, rows, masks, more, sums)
+        return made
 
     start_sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     made = jax.lax.fori_loop(0, q_ref.shape[1], of_head, start_sums)

@@ -20,8 +20,12 @@ from meshwise.runtime.kernels.counted import says
 
 _triton: Any = triton_module
 
-#: Columns of operands, and rows of each group, that a program reads at a time.
-_DEPTH = 64
+#: Columns of operands that a program reads at a time, and rows of each group. These, and the sizes of blocks, are the
+#: fastest on an H100 of those tried (benchmarks/kernels.py), over 256 to 2,048 rows of a group.
+_DEPTH, _ROWS = 64, 32
+
+#: Rows of the largest block, and columns that are tried beside it, and otherwise.
+_WIDEST, _WIDE, _NARROW = 128, (256, 128, 64), (128, 64)
 
 
 def multiply(
@@ -48,7 +52,8 @@ def multiply(
     """
     sizes, mean = groups
     count, depth, width = len(sizes), rows.shape[1], matrices.shape[1 if transposed else 2]
-    block, columns = _block(mean, count), _columns(width)
+    block = _block(mean, count)
+    columns = _columns(width, _WIDE if block == _WIDEST else _NARROW)
     numbers = _blocks_of_groups(sizes, rows.shape[0], block, rest=rest)
     matrices = jnp.moveaxis(matrices, major, 0)
     kernel = partial(_multiply, size=(block, depth, width), columns=columns, groups=count, middle=major > 0)
@@ -62,7 +67,7 @@ def multiply(
             in_specs=(pl.BlockSpec((None, 4), lambda _, i: (i, 0)), _whole(rows), _whole(matrices)),
             out_specs=_whole(shape),
             out_shape=shape,
-            compiler_params=_triton.CompilerParams(num_warps=8 if block > 64 else 4, num_stages=3),
+            compiler_params=_triton.CompilerParams(num_warps=8 if columns > 128 else 4, num_stages=3),
             interpret=interpret,
             name="multiply_groups",
         )(numbers, rows, matrices)
@@ -90,19 +95,19 @@ def multiply_rows(
         return jnp.swapaxes(multiply_rows(others, rows, groups, dtype=dtype, major=1, interpret=interpret), 1, 2)
     sizes, mean = groups
     count, depth, width = len(sizes), rows.shape[1], others.shape[1]
-    size = _columns(depth), _columns(width)
+    size = _columns(depth, _NARROW), _columns(width, _NARROW)
     shape = jax.ShapeDtypeStruct((depth, count, width) if major else (count, depth, width), dtype)
     ends = jnp.cumsum(sizes)
     numbers = jnp.stack([ends - sizes, ends], axis=1).astype(jnp.int32)
     moved = ((mean, depth), rows.dtype), ((mean, width), others.dtype), (shape.shape, dtype)
-    with says(_products(mean, (count, _DEPTH), (depth, size[0]), (width, size[1])), _num_bytes(*moved)):
+    with says(_products(mean, (count, _ROWS), (depth, size[0]), (width, size[1])), _num_bytes(*moved)):
         made = pl.pallas_call(
             partial(_multiply_rows, ends=(depth, width), size=size, middle=major > 0),
             grid=(pl.cdiv(width, size[1]), pl.cdiv(depth, size[0]), count),
             in_specs=(pl.BlockSpec((None, 2), lambda _j, _i, g: (g, 0)), _whole(rows), _whole(others)),
             out_specs=_whole(shape),
             out_shape=shape,
-            compiler_params=_triton.CompilerParams(num_warps=8, num_stages=3),
+            compiler_params=_triton.CompilerParams(num_warps=4, num_stages=3),
             interpret=interpret,
             name="multiply_rows_of_groups",
         )(numbers, rows, others)
@@ -130,14 +135,14 @@ def unwritten(shape: tuple[int, ...], like: jax.Array, *, interpret: bool = Fals
 
 
 def _block(mean: int, groups: int) -> int:
-    """Rows of a block: as many as matrix units take where a group has them, more where it has eight times as many."""
+    """Rows of a block: as many as matrix units take where a group has them, more where it has four times as many."""
     each = max(mean // groups, 1)
-    return 128 if each >= 1024 else min(max(1 << (each.bit_length() - 1), 16), 64)
+    return _WIDEST if each >= 4 * _WIDEST else min(max(1 << (each.bit_length() - 1), 16), 64)
 
 
-def _columns(width: int) -> int:
-    """Columns that a program makes: fewer where many of the last ones would be none."""
-    return 128 if pl.cdiv(width, 128) * 128 <= 1.1 * width else 64
+def _columns(width: int, sizes: tuple[int, ...]) -> int:
+    """Columns that a program makes: the most of which few of the last ones would be none."""
+    return next((size for size in sizes if pl.cdiv(width, size) * size <= 1.1 * width), sizes[-1])
 
 
 def _blocks_of_groups(sizes: jax.Array, count: int, block: int, *, rest: bool) -> jax.Array:
@@ -253,14 +258,14 @@ def _multiply_rows(
     reached = (_end(ends[0], size[0]), _end(ends[1], size[1]))
 
     def more(number: Any, total: jax.Array) -> jax.Array:
-        here = first + number * _DEPTH
+        here = first + number * _ROWS
         x, y = (
-            _read(ref, _part((here, place), (_DEPTH, step)), _within((here, place), (_DEPTH, step), (last, end)))
+            _read(ref, _part((here, place), (_ROWS, step)), _within((here, place), (_ROWS, step), (last, end)))
             for ref, place, step, end in zip((x_ref, y_ref), places, size, reached, strict=True)
         )
         return total + _dot(x.T, y)
 
-    steps = jax.lax.div(last - first + (_DEPTH - 1), jnp.int32(_DEPTH))
+    steps = jax.lax.div(last - first + (_ROWS - 1), jnp.int32(_ROWS))
     total = jax.lax.fori_loop(0, steps, more, jnp.zeros(size, jnp.float32))
     part = out.at[_part(places, size, pl.program_id(2), middle=middle)]
     _triton.store(part, total.astype(out.dtype), mask=_within(places, size, reached))

@@ -19,8 +19,9 @@ from meshwise.runtime.kernels.masks import Masks
 
 _triton: Any = triton_module
 
-#: Keys that are read at a time, and queries (of all heads that read the same keys) that a program holds.
-_KEYS, _QUERIES = 64, 64
+#: Keys that are read at a time, and queries (of all heads that read the same keys) that a program holds: the fastest of
+#: those tried on an H100 over few and many rows, and prompts (benchmarks/kernels.py).
+_KEYS, _QUERIES = 128, 64
 
 #: Programs that keep a chip busy: about two for each of its processors.
 _PROGRAMS = 256

@@ -47,13 +47,12 @@ class Masks:
             seen &= k // self.chunk == q // self.chunk
         return seen
 
-    def logits(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Logits of q . k, and what they grow by as it grows, over the scale; None where that is one."""
-        logits = scores * self.scale
+    def logits(self, scores: jax.Array, unit: float = 1.0) -> tuple[jax.Array, jax.Array | None]:
+        """Logits of q . k, in units of 1 / `unit`, and what they grow by as it grows, over the scale; None for one."""
         if self.cap is None:
-            return logits, None
-        bent = jnp.tanh(logits / self.cap)
-        return self.cap * bent, 1 - bent * bent
+            return scores * (self.scale * unit), None
+        bent = jnp.tanh(scores * (self.scale / self.cap))
+        return self.cap * unit * bent, 1 - bent * bent
 
     def key_range(self, first: Any, last: Any, start: Any, length: int) -> tuple[Any, Any]:
         """Bounds of the keys that any query of a block may see: from the first to before the second.
@@ -88,6 +87,38 @@ class Masks:
                 high = _clipped(last + self.window - start, length)
             if self.chunk is not None:
                 high = _smaller(high, _clipped((last // self.chunk + 1) * self.chunk - start, length))
+        return low, high
+
+    def whole_key_range(self, first: Any, last: Any, start: Any, length: int) -> tuple[Any, Any]:
+        """Bounds of the keys that all queries of a block see, as in `key_range`; the first may be beyond the second.
+
+        >>> Masks(True, 6, None, 1.0).whole_key_range(8, 11, 0, 32)
+        (6, 9)
+        """
+        low, high = 0 * start, 0 * start + length
+        if self.causal:
+            high = _clipped(first + 1 - start, length)
+        if self.window is not None:
+            low = _clipped(last + 1 - self.window - start, length)
+        if self.chunk is not None:
+            low = _larger(low, _clipped(last // self.chunk * self.chunk - start, length))
+            high = _smaller(high, _clipped((first // self.chunk + 1) * self.chunk - start, length))
+        return low, high
+
+    def whole_query_range(self, first: Any, last: Any, start: Any, length: int) -> tuple[Any, Any]:
+        """Bounds of the queries that see all keys of a block, as in `whole_key_range`.
+
+        >>> Masks(True, 6, None, 1.0).whole_query_range(8, 11, 0, 32)
+        (11, 14)
+        """
+        low, high = 0 * start, 0 * start + length
+        if self.causal:
+            low = _clipped(last - start, length)
+        if self.window is not None:
+            high = _clipped(first + self.window - start, length)
+        if self.chunk is not None:
+            low = _larger(low, _clipped(last // self.chunk * self.chunk - start, length))
+            high = _smaller(high, _clipped((first // self.chunk + 1) * self.chunk - start, length))
         return low, high
 
     def num_pairs(self, offset: int, num_queries: int, num_keys: int, size: tuple[int, int] = (1, 1)) -> int:
