@@ -82,7 +82,7 @@ def test_caches_change_devices_and_no_token(heads):
     for layout, scheduling, pages in zip(layouts, (first, then), (24, 16), strict=True):
         own, devices = devices[: layout.num_chips], devices[layout.num_chips :]
         model = paged_model(MODEL, layout, own, pages=pages, page_tokens=4, dtype=DType.FP32)
-        model = LayeredModel.of(model) if layout.num_chips == 1 else model
+        model = LayeredModel.of(model)  # as on a GPU, over two devices, too
         executors.append(JaxExecutor(model, model.initial_weights(3), scheduling, LONGEST, sends=True))
     executors[1].prepare(executors[:1])
     decode = Engine(then, 16, executors[1], block_tokens=4)

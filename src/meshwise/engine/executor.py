@@ -21,7 +21,7 @@ from meshwise.runtime.steps import ROW, Bucket, PagedModel, StepArrays
 from meshwise.scheduling import Scheduling
 
 
-def plan_buckets(scheduling: Scheduling, longest: int) -> list[Bucket]:
+def plan_buckets(scheduling: Scheduling, longest: int, fewest: int = 1) -> list[Bucket]:
     """Sizes of steps to compile: powers of two, up to the largest step that the limits allow.
 
     >>> [tuple(b) for b in plan_buckets(Scheduling(max_batch=4, max_step_tokens=64), 64)]
@@ -30,9 +30,10 @@ def plan_buckets(scheduling: Scheduling, longest: int) -> list[Bucket]:
     Args:
         scheduling: of the engine.
         longest: tokens of the longest prompt, which may go alone.
+        fewest: sequences that the smallest step decodes, filled up.
     """
     most = scheduling.max_batch
-    decode = [Bucket(n, 0, n) for n in _powers(1, most)]
+    decode = [Bucket(n, 0, n) for n in sorted({max(n, fewest) for n in _powers(1, most)})]
     # Each prompt of a step is filled up to whole rows.
     largest = max(longest, scheduling.max_step_tokens) + (ROW - 1) * min(most, scheduling.max_step_tokens)
     prefill = [Bucket(0, n, min(most, n // ROW)) for n in _powers(ROW, largest)]
@@ -107,7 +108,7 @@ class JaxExecutor:
     ) -> None:
         self.model, self.weights, self.longest, self.constrained = model, weights, longest, constrained
         self.sequence_pages = -(-longest // model.page_tokens)
-        self.buckets = list(buckets or plan_buckets(scheduling, longest))
+        self.buckets = list(buckets or plan_buckets(scheduling, longest, model.fewest_rows))
         self._steps: dict[Bucket, Any] = {}
         self._greedy: dict[int, Any] = {}
         self._sample: dict[tuple[int, int, bool], Any] = {}

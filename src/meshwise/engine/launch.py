@@ -231,7 +231,7 @@ def _pool(
         which = "" if kind.replicas == 1 else f"replica {number} of {kind.replicas}: "
         progress(f"{which}reading weights")
         made = form(kind.layout, devices, pages=blocks)
-        if on_cpu and len(devices) == 1:
+        if devices[0].platform == "gpu" or (on_cpu and len(devices) == 1):
             made = LayeredModel.of(made)
         values, told = weights_of(made), partial(_tell, progress, which)
         flags: Any = {"constrained": is_installed(), "sends": sends, "ahead": ahead}

@@ -1,20 +1,21 @@
-"""Steps of an engine as a program a layer, for a CPU: each layer's weights and pages are arrays of their own.
+"""Steps of an engine as a program a layer, for CPUs and GPUs: each layer's weights and pages are arrays of their own.
 
-A loop over stacked layers copies a layer's weights out of the stack each time there, since XLA's products on a CPU read
-whole buffers: twice the bytes of a step that decodes. A program a layer costs some dozen microseconds instead. Not
-here: the step itself (`steps`).
+A loop over stacked layers copies a layer's weights out of the stack each time there, since products of XLA read whole
+buffers: up to three times the bytes of a step that decodes. A program a layer costs some dozen microseconds instead.
+Not here: the step itself (`steps`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.paged import PagedStep, Rows
@@ -28,17 +29,12 @@ PerLayer = list[dict[str, jax.Array]]
 
 @dataclass(frozen=True)
 class LayeredModel(PagedModel):
-    """As `PagedModel`, on one device. Weights are `{"ends": by block and name, "layers": PerLayer}`."""
+    """As `PagedModel`. Weights are `{"ends": by block and name, "layers": PerLayer}`."""
 
     @classmethod
     def of(cls, model: PagedModel) -> LayeredModel:
         """The same model, run layer by layer."""
-        assert model.stack.placement.mesh.size == 1, "for one device"
         return cls(**{f.name: getattr(model, f.name) for f in fields(model)})
-
-    @property
-    def _device(self) -> jax.Device:
-        return self.stack.placement.mesh.devices.flat[0]
 
     @cached_property
     def _order(self) -> list[tuple[Run, int]]:
@@ -64,8 +60,8 @@ class LayeredModel(PagedModel):
                 held = jax.tree.map(lambda a, n=stacked: a.reshape(-1, *a.shape[n:]), held)
                 for place, (run, number) in enumerate(self._order):
                     if run.key == key:
-                        one = jax.tree.map(lambda a, n=number: jnp.array(a[n], device=self._device), held)
-                        layers[place][name] = one
+                        here = self._of_one(run, name)
+                        layers[place][name] = jax.tree.map(partial(_put, number=number), held, here)
         return {"ends": weights, "layers": layers}
 
     def empty_pool(self) -> Any:
@@ -97,21 +93,24 @@ class LayeredModel(PagedModel):
 
     def compile(self, bucket: Bucket, sequence_pages: int) -> Any:
         """A step compiled for a bucket, as `PagedModel.compile` gives it."""
-        arrays = StepArrays.abstract(bucket, sequence_pages)
+        whole = self.abstract_logits(1).sharding
+        arrays = jax.tree.map(partial(_held, sharding=whole), StepArrays.abstract(bucket, sequence_pages))
         blocks = {run.block: run for run, _ in self._order}
         ends = {key: own for key, own in self.abstract_weights.items() if key not in {r.key for r, _ in self._order}}
-        x = jax.eval_shape(self._embed, ends, arrays)
-        embed = jax.jit(self._embed).lower(ends, arrays).compile()
+        embed = jax.jit(self._embed, out_shardings=whole).lower(ends, arrays).compile()
+        x = _held(jax.eval_shape(self._embed, ends, arrays), whole)
         layers = {}
         for block, run in blocks.items():
             own = {n: self._of_one(run, n) for n in self.parameters[run.key]}
-            one = jax.jit(self._one(block), donate_argnums=(0, 2))
-            layers[block] = one.lower(x, own, self._abstract_pages(run), arrays).compile()
-        head = jax.jit(self._head).lower(ends, x, arrays).compile()
-        order, device = [layers[run.block] for run, _ in self._order], self._device
+            pages = self._abstract_pages(run)
+            made = whole, {name: page.sharding for name, page in pages.items()}
+            one = jax.jit(self._one(block), donate_argnums=(0, 2), out_shardings=made)
+            layers[block] = one.lower(x, own, pages, arrays).compile()
+        head = jax.jit(self._head, out_shardings=whole).lower(ends, x, arrays).compile()
+        order = [layers[run.block] for run, _ in self._order]
 
         def step(weights: Any, pool: PerLayer, arrays: StepArrays) -> tuple[jax.Array, PerLayer]:
-            arrays = jax.device_put(arrays, device)
+            arrays = jax.device_put(arrays, whole)
             x = embed(weights["ends"], arrays)
             for place, layer in enumerate(order):
                 x, pool[place] = layer(x, weights["layers"][place], pool[place], arrays)
@@ -120,10 +119,14 @@ class LayeredModel(PagedModel):
         return step
 
     def _of_one(self, run: Run, name: str) -> Any:
+        """Shape, format and sharding of one layer's weight."""
         stacked = len(self.parameters[run.key][name].stack)
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape[stacked:], a.dtype), self.abstract_weights[run.key][name]
-        )
+
+        def one(a: Any) -> jax.ShapeDtypeStruct:
+            held = NamedSharding(a.sharding.mesh, PartitionSpec(*a.sharding.spec[stacked:]))
+            return jax.ShapeDtypeStruct(a.shape[stacked:], a.dtype, sharding=held)
+
+        return jax.tree.map(one, self.abstract_weights[run.key][name])
 
     def _embed(self, ends: Tree, arrays: StepArrays) -> jax.Array:
         return self.stack.embed(ends, arrays.tokens[None], arrays.positions)
@@ -144,6 +147,15 @@ class LayeredModel(PagedModel):
     def _head(self, ends: Tree, x: jax.Array, arrays: StepArrays) -> jax.Array:
         wanted = jnp.take(x, arrays.last, axis=1)
         return self.stack.logits(ends, wanted, arrays.positions[arrays.last])[0].astype(jnp.float32)
+
+
+def _held(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+
+def _put(stack: Any, like: jax.ShapeDtypeStruct, *, number: int) -> jax.Array:
+    """One layer of a stack on the host, where its devices hold it."""
+    return jax.device_put(stack[number], like.sharding)
 
 
 def _layers(stack: Stack) -> Iterator[tuple[Run, int]]:

@@ -127,6 +127,11 @@ class PagedModel(Decoder):
         arrays = jax.tree.leaves(self.abstract_pool)
         return sum(a.size * a.dtype.itemsize for a in arrays) // self.pages
 
+    @property
+    def fewest_rows(self) -> int:
+        """Sequences that the smallest step decodes: XLA multiplies one row on GPUs without their matrix units."""
+        return 2 if self.stack.placement.is_nvidia else 1
+
     def empty_pool(self) -> Pool:
         """A pool of zeros, where it is held."""
         return dict(zeros(self.abstract_pool))
