@@ -99,6 +99,13 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(alone, tmp_p
 
 
 @pytest.mark.jax
+def test_loops_that_are_written_out_compute_the_same(alone):
+    written = train(plan_of(), steps=3, unroll_layers=True)
+    np.testing.assert_allclose(written.losses, alone.losses[:3], rtol=1e-6)
+    assert written.temporary_bytes != alone.temporary_bytes  # another program
+
+
+@pytest.mark.jax
 def test_rates_are_of_the_step_and_go_on_where_they_were(alone, tmp_path):
     rates = {"warmup_steps": 2, "learning_rate_decay": "cosine", "decay_steps": 6, "final_learning_rate": 0.001}
     whole = train(plan_of(), steps=6, **rates)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def train_as_planned(
     devices = plan_devices(plan, request.cpu_devices, say, request.processes)
     chip, job, rate = chip_of(plan, devices), plan.problem.job, _hyperparameters(request)
     step = train_step(plan.problem.model, plan.layout, job, place_devices(devices, plan.layout), rate)
+    if request.unroll_layers:
+        step = replace(step, stack=replace(step.stack, unroll=True))
     trained = _train(plan, request, step, progress=progress, saved=saved)
     compiled = trained.compiled
     return RunResult(

@@ -89,4 +89,4 @@ def _segment(stack: Stack, segment: Segment, weights: Tree, carry: Any) -> Any:
         return one
 
     own: Mapping[str, Any] = {run.key: (weights[run.key], segment.numbers(run)) for run in segment.runs}
-    return run_segment(segment, carry, own, layer)[0]
+    return run_segment(segment, carry, own, layer, unroll=stack.unroll)[0]

@@ -40,6 +40,7 @@ class Stack:
         policy: what is kept for the backward pass, in layers that follow it.
         rounds: whether something around runs layers again and again with the same weights, and differentiates all of
             it: what is gathered for a layer belongs to its own round then.
+        unroll: whether loops over layers are written out.
     """
 
     program: Program
@@ -48,6 +49,7 @@ class Stack:
     placement: Placement
     policy: RematPolicy
     rounds: bool = False
+    unroll: bool = False
 
     def block(self, name: str) -> Block:
         """Find a block."""
@@ -97,7 +99,8 @@ class Stack:
             one = self.layer(segment, run)
             return lambda x, own: (one(x, own), None)
 
-        return run_segment(segment, x, {run.key: weights[run.key] for run in segment.runs}, layer)[0]
+        own = {run.key: weights[run.key] for run in segment.runs}
+        return run_segment(segment, x, own, layer, unroll=self.unroll)[0]
 
     def layer(self, segment: Segment, run: Run) -> Callable[[jax.Array, Arrays], jax.Array]:
         """One layer of a run: from the residual stream and its weights to the stream after it."""
@@ -166,7 +169,7 @@ def _latent_rope(program: Program, block: Block) -> int | None:
 
 
 def run_segment(
-    segment: Segment, x: jax.Array, own: Mapping[str, Any], layer: Callable[[Run], Layer]
+    segment: Segment, x: jax.Array, own: Mapping[str, Any], layer: Callable[[Run], Layer], *, unroll: bool = False
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Run the layers of a segment, in loops.
 
@@ -175,6 +178,7 @@ def run_segment(
         x: residual stream.
         own: what the layers of each run read, stacked, by the run's key.
         layer: makes one layer of a run.
+        unroll: whether loops are written out.
 
     Returns: the residual stream, and what layers give besides, stacked likewise.
     """
@@ -182,15 +186,15 @@ def run_segment(
     def once(x: jax.Array, own: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         given = {}
         for run in segment.runs:
-            x, given[run.key] = _repeat(layer(run), x, own[run.key], run.count)
+            x, given[run.key] = _repeat(layer(run), x, own[run.key], run.count, unroll=unroll)
         return x, given
 
-    return _repeat(once, x, own, segment.times)
+    return _repeat(once, x, own, segment.times, unroll=unroll)
 
 
-def _repeat(body: Layer, x: jax.Array, own: Any, times: int) -> tuple[jax.Array, Any]:
+def _repeat(body: Layer, x: jax.Array, own: Any, times: int, *, unroll: bool) -> tuple[jax.Array, Any]:
     """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
-    return body(x, own) if times == 1 else jax.lax.scan(body, x, own)
+    return body(x, own) if times == 1 else jax.lax.scan(body, x, own, unroll=times if unroll else 1)
 
 
 def carry_caches(
