@@ -15,7 +15,7 @@ DLRM = [str(TRACES / f"dlrm_rank{rank}.json.gz") for rank in (0, 1)]
 RESNET, QWEN, SGLANG = (
     str(TRACES / f"{name}.json.gz") for name in ("resnet_ddp_checkpoint", "qwen_h100", "sglang_decode")
 )
-TE, CPU = (str(TRACES / f"{name}.xplane.pb.gz") for name in ("te_attention", "jax_cpu"))
+TE, CPU, GRAPHS = (str(TRACES / f"{name}.xplane.pb.gz") for name in ("te_attention", "jax_cpu", "own_h100"))
 
 
 @cache

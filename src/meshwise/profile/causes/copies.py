@@ -35,8 +35,14 @@ def copy_causes(profile: Profile) -> Iterator[Cause]:
         change = "prefetch what is offloaded one layer ahead, or offload less"
         yield Cause("offload-bound", exposed, evidence, change, "offloading is not hidden")
         return
-    pageable = any("Pageable" in t.kind.name for t in host)
-    change = (
-        "copy from pinned memory with non_blocking=True" if pageable else "copy on a stream of its own, ahead of need"
-    )
+    looped = sum(t.exposed for t in copies if t not in host and "/while" in t.kind.scope)
+    if looped > 0.5 * total:
+        change = (
+            "they move parts of arrays that a loop over layers stacks: unroll the loop (run --unroll-layers), or save "
+            "less for the backward pass"
+        )
+    elif any("Pageable" in t.kind.name for t in host):
+        change = "copy from pinned memory with non_blocking=True"
+    else:
+        change = "copy on a stream of its own, ahead of need"
     yield Cause("exposed-copy", exposed, evidence, change, "copies are not hidden")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwise.profile.kinds import collective_kind
@@ -33,6 +34,11 @@ _NO_FLOPS = _MOVES | {
     "copy-done", "exponential", "log", "tanh", "logistic", "rsqrt", "sqrt", "power", "sine", "cosine", "erf", "cbrt",
     "exponential-minus-one", "log-plus-one", "atan2", "tan", "rng", "map", "opt-barrier", "domain",
 }  # fmt: skip
+#: What a fusion may hold that copies a part of an array: the place where it is.
+_INDICES = frozenset({"parameter", "constant", "add", "subtract", "compare", "select", "multiply", "convert", "fusion"})
+_COPIES = frozenset({"copy", "copy-start", "slice", "dynamic-slice"})
+#: What no kernel runs for.
+_NOTHING = frozenset({"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "async-done", "after-all"})
 #: What a fusion is called after, the weightiest first.
 _WEIGHT = (
     "dot",
@@ -47,7 +53,28 @@ _WEIGHT = (
 )
 #: How far the neighbour may be whose scope an instruction without one takes, and how many are looked at.
 _NEAR, _MOST_NEAR = 5, 64
+#: Calls of kernels that a program brings itself; our own say in their scope what they multiply, and what they move.
+_KERNELS = ("tpu_custom_call", "mosaic_gpu", "__gpu$xla.gpu.triton")
+_COUNTED = re.compile(r"kernel\.flops\.(\d+)(?:\.bytes\.(\d+))?")
 _ATTENTION = re.compile(r"attention|attn|fmha|flash|splash|mha_|dot_product", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """An instruction in the order in which they run.
+
+    Args:
+        name, opcode: its own.
+        target: the function of a library that it calls.
+        scope: its path of named scopes.
+        moved: bytes that it copies, None if it does anything else.
+    """
+
+    name: str
+    opcode: str
+    target: str
+    scope: str
+    moved: float | None
 
 
 class HloProgram:
@@ -64,6 +91,7 @@ class HloProgram:
             for number in user.operand_ids:
                 self._users.setdefault(number, []).append(user)
         self._made: dict[str, OpKind] = {}
+        self._schedule = [tuple(entry.value.instruction_ids) for entry in module.schedule.sequences]
         rows = [tuple(c.replica_device_ids) for c in module.device_assignment.computation_devices]
         #: The device of each number that groups have: replicas one after the other, each with all its partitions.
         self.devices = tuple(row[replica] for replica in range(min(map(len, rows), default=0)) for row in rows)
@@ -72,6 +100,26 @@ class HloProgram:
     def names(self) -> Iterator[str]:
         """Names of all instructions."""
         return iter(self._by_name)
+
+    def schedules(self) -> Iterator[list[Scheduled]]:
+        """In the order in which they run, of each computation."""
+        for numbers in self._schedule:
+            own = [self._by_id[number] for number in numbers if number in self._by_id]
+            yield [
+                Scheduled(i.name, i.opcode, _target(i), i.metadata.op_name, self._moved(i))
+                for i in own if i.opcode not in _NOTHING
+            ]  # fmt: skip
+
+    def _moved(self, instruction: Message) -> float | None:
+        """Bytes that it copies, if that is all that it does."""
+        inside = self._inside(instruction) if instruction.opcode in ("fusion", "async-start") else [instruction]
+        if any(i.opcode not in _MOVES and i.opcode not in _INDICES for i in inside if i is not instruction):
+            return None
+        for one in inside:
+            if one.opcode == "dynamic-update-slice" and len(one.operand_ids) > 1:
+                return sum(map(array_bytes, self._arrays(self._by_id.get(one.operand_ids[1]))))
+        slices = [i for i in inside if i.opcode in ("dynamic-slice", "slice")] or [instruction]
+        return sum(map(array_bytes, arrays_of(slices[0].shape))) if slices[0].opcode in _COPIES else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -107,6 +155,10 @@ class HloProgram:
         matmul = self._matmul(heavy) if heavy is not None else None
         flops = sum(self._flops(i) for i in ([instruction] if opcode != "fusion" else inside))
         waits = opcode.endswith("-done")
+        said = _COUNTED.search(scope) if opcode == "custom-call" else None
+        part = self._moved(instruction) if opcode == "async-start" else None
+        whole = sum(map(array_bytes, (*read, *written))) if part is None else 2 * part
+        moved = float(said[2]) if said and said[2] else whole
         return OpKind(
             name=instruction.name,
             activity=activity,
@@ -117,7 +169,7 @@ class HloProgram:
             results=written,
             matmul=matmul if category == "matmul" else None,
             flops=None if activity != Activity.COMPUTE or waits else flops,
-            num_bytes=None if waits or activity == Activity.CONTROL else sum(map(array_bytes, (*read, *written))),
+            num_bytes=None if waits or activity == Activity.CONTROL else moved,
             collective=self._collective(instruction, inside) if activity == Activity.COLLECTIVE else None,
             program=self.name,
             label=_label(instruction, heavy),
@@ -255,6 +307,8 @@ class HloProgram:
     def _flops(self, instruction: Message) -> float:
         """FLOPs of one instruction."""
         opcode = instruction.opcode
+        if opcode == "custom-call" and (said := _COUNTED.search(instruction.metadata.op_name)):
+            return float(said[1])
         if opcode == "dot" or (opcode == "custom-call" and "gemm" in _target(instruction)):
             product = self._matmul(instruction)
             return 2.0 * math.prod(product) if product else 0.0
@@ -333,7 +387,7 @@ def _plain(opcode: str) -> str:
 def _custom(target: str, scope: str) -> str:
     """The category of a call of a library."""
     name = target.lower()
-    if _ATTENTION.search(name) or (name in ("tpu_custom_call", "mosaic_gpu") and _ATTENTION.search(scope)):
+    if _ATTENTION.search(name) or (name in _KERNELS and _ATTENTION.search(scope)):
         return "attention"
     if "conv" in name and "convert" not in name:
         return "convolution"

@@ -29,7 +29,10 @@ _MESSAGES = {
     "XStatMetadata": "id 1 int, name 2 str",
     "HloProto": "hlo_module 1 HloModule",
     "HloModule": "name 1 str, entry_computation_name 2 str, computations 3 *HloComputation, id 5 int,"
-    "entry_computation_id 6 int, device_assignment 15 DeviceAssignment",
+    "entry_computation_id 6 int, schedule 7 HloSchedule, device_assignment 15 DeviceAssignment",
+    "HloSchedule": "sequences 1 *HloSequenceEntry",
+    "HloSequenceEntry": "key 1 int, value 2 HloSequence",
+    "HloSequence": "instruction_ids 1 *int",
     "DeviceAssignment": "replica_count 1 int, computation_count 2 int, computation_devices 3 *ComputationDevices",
     "ComputationDevices": "replica_device_ids 1 *int",
     "CoreDetails": "device_ordinal 2 int, core_num 3 int, local_chip_id 4 int, global_chip_id 5 int,"

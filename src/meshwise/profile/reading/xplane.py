@@ -7,6 +7,7 @@ Planes are parsed one at a time, so that a large file never stands in memory who
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,10 +16,11 @@ import numpy as np
 
 from meshwise.profile.chips import chip_of
 from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
-from meshwise.profile.reading.hlo import HloProgram, phase_of
-from meshwise.profile.reading.hlo_parts import arrays_in, groups_in
+from meshwise.profile.reading.graphs import GraphNodes
+from meshwise.profile.reading.hlo import HloProgram
 from meshwise.profile.reading.protos import BrokenProtoError, Message, parse
 from meshwise.profile.reading.wire import parsed_plane, planes
+from meshwise.profile.reading.xplane_ops import Names, Reader, hlo_kind
 from meshwise.profile.trace import (
     Activity,
     Collective,
@@ -26,68 +28,15 @@ from meshwise.profile.trace import (
     HostThread,
     Marker,
     OpKind,
-    OpTable,
     Stream,
     StreamBuilder,
     Trace,
 )
-from meshwise.profile.work import array_bytes
 
 _DEVICE = re.compile(r"/device:(?P<kind>TPU|GPU|[A-Z]+):(?P<number>\d+)(?P<part> SparseCore \d+)?$")
 _NANOSECOND = 1000
 #: Lines of a TPU whose events are operations.
 _OPERATIONS = ("XLA Ops", "Async XLA Ops")
-
-
-@dataclass
-class _Names:
-    """Names of one plane's metadata."""
-
-    stats: dict[int, str]
-    events: dict[int, Message]
-
-    @classmethod
-    def of(cls, plane: Message) -> _Names:
-        return cls({e.key: e.value.name for e in plane.stat_metadata}, {e.key: e.value for e in plane.event_metadata})
-
-    def values(self, stats: Message) -> dict[str, object]:
-        """Statistics by name; most are references or numbers that are not 0."""
-        names, found = self.stats, dict[str, object]()
-        for stat in stats:
-            reference = stat.ref_value
-            found[names.get(stat.metadata_id, "")] = (
-                names.get(reference, "") if reference else stat.int64_value or self.value(stat)
-            )
-        return found
-
-    def value(self, stat: Message) -> object:
-        """The value of one, references resolved."""
-        if stat.HasField("ref_value"):
-            return self.stats.get(stat.ref_value, "")
-        for name in ("int64_value", "uint64_value", "str_value", "double_value", "bytes_value"):
-            if stat.HasField(name):
-                return getattr(stat, name)
-        return None
-
-
-@dataclass
-class _Reader:
-    """Collects what the planes hold."""
-
-    source: str
-    ops: OpTable = field(default_factory=OpTable)
-    known: dict[tuple[object, ...], int] = field(default_factory=dict)
-    programs: dict[int, HloProgram] = field(default_factory=dict)
-    by_name: dict[str, HloProgram] = field(default_factory=dict)
-    devices: dict[tuple[str, int], list[Stream]] = field(default_factory=dict)
-    chips: dict[tuple[str, int], str] = field(default_factory=dict)
-    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
-    markers: list[Marker] = field(default_factory=list)
-    threads: list[HostThread] = field(default_factory=list)
-    texts: dict[str, int] = field(default_factory=dict)
-    launches: dict[int, int] = field(default_factory=dict)
-    unknown: int = 0
-    broken: int = 0
 
 
 def read_xplane(data: bytes, source: str) -> Trace:
@@ -96,7 +45,7 @@ def read_xplane(data: bytes, source: str) -> Trace:
     Raises:
         ConfigError: not such a file, a part of one, or a damaged one.
     """
-    reader, parts = _Reader(source), planes(data, source)
+    reader, parts = Reader(source), planes(data, source)
     for part in parts:  # programs first: they say what the operations are; then hosts, which launch them
         if part.name == "/host:metadata":
             _read_programs(reader, parsed_plane(data, part, source))
@@ -112,8 +61,8 @@ def read_xplane(data: bytes, source: str) -> Trace:
     return _trace(reader)
 
 
-def _read_programs(reader: _Reader, plane: Message) -> None:
-    names = _Names.of(plane)
+def _read_programs(reader: Reader, plane: Message) -> None:
+    names = Names.of(plane)
     for number, event in names.events.items():
         for stat in event.stats:
             if not stat.HasField("bytes_value"):
@@ -128,7 +77,7 @@ def _read_programs(reader: _Reader, plane: Message) -> None:
             reader.by_name[program.name] = program
 
 
-def _trace(reader: _Reader) -> Trace:
+def _trace(reader: Reader) -> Trace:
     kinds = sorted({kind for kind, _ in reader.devices})
     devices = tuple(
         Device(
@@ -152,6 +101,8 @@ def _trace(reader: _Reader) -> Trace:
         missing.append(f"the HLO of {reader.broken} programs, which is damaged")
     if reader.unknown:
         missing.append(f"the HLO of {reader.unknown:,} operations")
+    if reader.unplaced:
+        missing.append(f"the instruction of {reader.unplaced:,} kernels of CUDA graphs, which go by their own names")
     if kinds == ["GPU"] and not any(reader.chips.values()):
         missing.append("the name of the chip (--on names it)")
     return Trace(
@@ -164,8 +115,8 @@ def _trace(reader: _Reader) -> Trace:
 # The host, and a CPU that XLA runs on.
 
 
-def _read_host(reader: _Reader, plane: Message) -> None:
-    names = _Names.of(plane)
+def _read_host(reader: Reader, plane: Message) -> None:
+    names = Names.of(plane)
     texts = {number: str(metadata.name) for number, metadata in names.events.items()}
     known = {number for number, text in texts.items() if not text.startswith(("$", "end: ", "ThreadpoolListener"))}
     cpus: dict[int, dict[str, StreamBuilder]] = {}
@@ -199,7 +150,7 @@ def _cpu_stream(cpus: dict[int, dict[str, StreamBuilder]], line: Message, number
 
 
 def _host_event(
-    reader: _Reader,
+    reader: Reader,
     stats: dict[str, object],
     event: Message,
     about: tuple[int, str],
@@ -217,7 +168,7 @@ def _host_event(
     key = stats["hlo_op"], stats.get("program_id"), stats.get("hlo_module"), event.metadata_id
     op = reader.known.get(key)
     if op is None:
-        op = reader.known[key] = reader.ops.index(_hlo_kind(reader, str(stats["hlo_op"]), stats, text))
+        op = reader.known[key] = reader.ops.index(hlo_kind(reader, str(stats["hlo_op"]), stats, text))
     stream(int(str(stats["device_ordinal"]))).add(start, event.duration_ps, op, start, _run(stats))
     return True
 
@@ -231,15 +182,15 @@ def _run(stats: dict[str, object]) -> int:
 # Accelerators.
 
 
-def _read_device(reader: _Reader, plane: Message, key: tuple[str, int], part: str) -> None:
-    names = _Names.of(plane)
+def _read_device(reader: Reader, plane: Message, key: tuple[str, int], part: str) -> None:
+    names = Names.of(plane)
     about = names.values(plane.stats)
     chip = str(about.get("device_type_string") or about.get("device_name") or _amd(about) or "")
     reader.chips[key] = reader.chips.get(key) or chip
     if isinstance(about.get("core_details"), bytes):
         reader.numbers[key] = _job_number(about["core_details"], chip)
     modules = _modules(names, plane)
-    streams = reader.devices.setdefault(key, [])
+    streams, graphs = reader.devices.setdefault(key, []), _Graphs(reader)
     on_tpu = any(line.name in _OPERATIONS for line in plane.lines)
     for line in plane.lines:
         if line.name == "Steps" and not part:
@@ -247,7 +198,8 @@ def _read_device(reader: _Reader, plane: Message, key: tuple[str, int], part: st
         elif on_tpu and line.name in _OPERATIONS:
             streams.append(_tpu_line(reader, names, line, modules, part))
         elif not on_tpu and line.name.startswith("Stream"):
-            streams.append(_gpu_line(reader, names, line))
+            graphs.lines.append(_gpu_line(reader, names, line, graphs))
+    streams += graphs.streams()
     reader.devices[key] = [s for s in streams if len(s.op)]
     if not reader.devices[key]:
         del reader.devices[key]
@@ -274,7 +226,7 @@ def _amd(about: dict[str, object]) -> str:
     return ""
 
 
-def _read_steps(reader: _Reader, names: _Names, line: Message, key: tuple[str, int]) -> None:
+def _read_steps(reader: Reader, names: Names, line: Message, key: tuple[str, int]) -> None:
     base = line.timestamp_ns * _NANOSECOND
     for event in line.events:
         metadata = names.events.get(event.metadata_id)
@@ -298,7 +250,7 @@ class _Modules:
         return place if place >= 0 and time < self.end[place] else -1
 
 
-def _modules(names: _Names, plane: Message) -> _Modules:
+def _modules(names: Names, plane: Message) -> _Modules:
     rows = []
     for line in plane.lines:
         if line.name == "XLA Modules":
@@ -316,7 +268,7 @@ def _modules(names: _Names, plane: Message) -> _Modules:
     return _Modules(start, end, [r[2] for r in rows], [r[3] for r in rows], list(range(len(rows))))
 
 
-def _tpu_line(reader: _Reader, names: _Names, line: Message, modules: _Modules, part: str) -> Stream:
+def _tpu_line(reader: Reader, names: Names, line: Message, modules: _Modules, part: str) -> Stream:
     """A line of a TPU: what an operation is stands in its metadata."""
     base = line.timestamp_ns * _NANOSECOND
     known: dict[int, int] = {}
@@ -334,7 +286,7 @@ def _tpu_line(reader: _Reader, names: _Names, line: Message, modules: _Modules, 
     return replace(stream, run=np.where(inside, runs, -1))
 
 
-def _tpu_kind(reader: _Reader, names: _Names, number: int, modules: _Modules, start: int) -> OpKind:
+def _tpu_kind(reader: Reader, names: Names, number: int, modules: _Modules, start: int) -> OpKind:
     """An operation of a TPU, from its metadata and from the HLO of its program."""
     metadata = names.events.get(number)
     if metadata is None:
@@ -344,10 +296,57 @@ def _tpu_kind(reader: _Reader, names: _Names, number: int, modules: _Modules, st
     stats.setdefault("program_id", modules.program[run] if run >= 0 else -1)
     stats.setdefault("hlo_module", modules.name[run] if run >= 0 else "")
     name = metadata.display_name or re.sub(r" = .*", "", metadata.name, flags=re.DOTALL).lstrip("%")
-    return _hlo_kind(reader, str(stats.get("hlo_op", name)), stats, metadata.name)
+    return hlo_kind(reader, str(stats.get("hlo_op", name)), stats, metadata.name)
 
 
-def _gpu_line(reader: _Reader, names: _Names, line: Message) -> Stream:
+@dataclass
+class _Graphs:
+    """Kernels of CUDA graphs, whose instructions are known when all of them were seen: until then each has a number.
+
+    Args:
+        lines: streams that are being read; operations below 0 are numbers of kernels here, -1 the first.
+    """
+
+    reader: Reader
+    nodes: GraphNodes = field(default_factory=GraphNodes)
+    lines: list[StreamBuilder] = field(default_factory=list)
+    known: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    kernels: list[tuple[str, dict[str, object]]] = field(default_factory=list)
+
+    def number(self, kernel: str, stats: dict[str, object]) -> int | None:
+        """The number of a kernel, None if it says itself of which instruction it is."""
+        graph, node, name = stats.get("cuda_graph_id"), stats.get("cuda_graph_node_id"), str(stats.get("hlo_module"))
+        program = self.reader.by_name.get(name)
+        if not isinstance(graph, int) or not isinstance(node, int) or program is None or "hlo_op" not in stats:
+            return None
+        if not graph or str(stats["hlo_op"]) in program:
+            return None
+        key = name, graph, node
+        if key not in self.known:
+            details = f"{stats.get('memcpy_details', '')} {stats.get('kernel_details', '')}"
+            self.nodes.add(name, graph, node, kernel, details)
+            self.kernels.append((kernel, stats))
+            self.known[key] = -len(self.kernels)
+        return self.known[key]
+
+    def streams(self) -> list[Stream]:
+        """What was read, each kernel with its instruction; one whose instruction is not found goes by its own name."""
+        found = self.nodes.instructions(self.reader.by_name) if self.known else {}
+        ops: dict[int, int] = {}
+        for key, number in self.known.items():
+            kernel, stats = self.kernels[-number - 1]
+            own = {k: v for k, v in stats.items() if k not in ("hlo_op", "tf_op", "name")}
+            if key in found:
+                own["hlo_op"] = found[key]
+            else:
+                self.reader.unplaced += 1
+            ops[number] = self.reader.ops.index(_gpu_kind(self.reader, kernel, own))
+        for line in self.lines if ops else ():
+            line.op = array("i", (ops.get(op, op) for op in line.op))
+        return [line.build() for line in self.lines]
+
+
+def _gpu_line(reader: Reader, names: Names, line: Message, graphs: _Graphs) -> StreamBuilder:
     """A stream of a GPU: what a kernel is stands in the event."""
     base = line.timestamp_ns * _NANOSECOND
     known: dict[tuple[object, ...], int] = {}
@@ -361,23 +360,27 @@ def _gpu_line(reader: _Reader, names: _Names, line: Message) -> Stream:
             stats.get("program_id"),
             stats.get("name"),
             stats.get("memcpy_details"),
+            stats.get("cuda_graph_node_id"),
         )
         op = known.get(key)
         if op is None:
             kernel = metadata.name if metadata is not None else ""
-            op = known[key] = reader.ops.index(_gpu_kind(reader, kernel, stats))
+            op = graphs.number(kernel, stats)
+            if op is None:
+                op = reader.ops.index(_gpu_kind(reader, kernel, stats))
+            known[key] = op
         correlation = stats.get("correlation_id")
         launch = reader.launches.get(correlation, -1) if isinstance(correlation, int) else -1
         builder.add(base + event.offset_ps, event.duration_ps, op, launch, _run(stats))
-    return builder.build()
+    return builder
 
 
-def _gpu_kind(reader: _Reader, kernel: str, stats: dict[str, object]) -> OpKind:
+def _gpu_kind(reader: Reader, kernel: str, stats: dict[str, object]) -> OpKind:
     """A kernel: of an HLO operation if it says of which."""
     event = "gpu_memcpy" if "memcpy_details" in stats else "gpu_memset" if "memset_details" in stats else "kernel"
     activity = kernel_activity(kernel, event)
     if "hlo_op" in stats:
-        found = _hlo_kind(reader, str(stats["hlo_op"]), stats, kernel)
+        found = hlo_kind(reader, str(stats["hlo_op"]), stats, kernel)
         moved = activity == Activity.COPY and found.activity == Activity.COMPUTE
         return replace(found, activity=Activity.COPY, category="copy") if moved else found
     size = re.search(r"size:(\d+)", str(stats.get("memcpy_details", "")))
@@ -385,56 +388,3 @@ def _gpu_kind(reader: _Reader, kernel: str, stats: dict[str, object]) -> OpKind:
     category = {Activity.COLLECTIVE: "collective", Activity.COPY: "copy"}.get(activity) or kernel_category(kernel)
     return OpKind(kernel, activity, category, scope=str(stats.get("name", "")), collective=collective,
                   num_bytes=float(size[1]) if size and int(size[1]) else None)  # fmt: skip
-
-
-def _hlo_kind(reader: _Reader, name: str, stats: dict[str, object], text: str) -> OpKind:
-    """The operation of an instruction: from its program's HLO, else from the event's own words.
-
-    What the trace itself says (a TPU's category, FLOPs, bytes) goes before what is counted here.
-    """
-    number = stats.get("program_id")
-    program = reader.programs.get(number) if isinstance(number, int) else None
-    program = program or reader.by_name.get(str(stats.get("hlo_module", "")))
-    found = program.op(name) if program is not None else None
-    if found is None:
-        reader.unknown += 1
-        found = _from_words(name, stats, text)
-    changes: dict[str, object] = {}
-    if stats.get("hlo_category"):
-        changes["label"] = str(stats["hlo_category"])
-    for key, attribute in (("flops", "flops"), ("bytes_accessed", "num_bytes")):
-        if isinstance(stats.get(key), int | float) and found.activity != Activity.CONTROL:
-            changes |= {attribute: float(str(stats[key])), "source": "trace"}
-    if not found.scope and stats.get("tf_op"):
-        scope = str(stats["tf_op"]).rstrip(":")
-        changes |= {"scope": scope, "phase": phase_of(scope)}
-    return replace(found, **changes) if changes else found  # type: ignore[arg-type]
-
-
-def _from_words(name: str, stats: dict[str, object], text: str) -> OpKind:
-    """An operation whose program is not in the file."""
-    label = str(stats.get("hlo_category", ""))
-    plain = re.sub(r"[.\d]+$", "", name)
-    words = f"{label} {plain}"
-    scope = str(stats.get("tf_op") or stats.get("name") or "").rstrip(":")
-    base = OpKind(name, Activity.COMPUTE, "other", scope, phase=phase_of(scope), label=label,
-                  program=str(stats.get("hlo_module", "")))  # fmt: skip
-    results, operands = arrays_in(text)
-    if re.search(r"all-|reduce-scatter|collective|ragged-all|\bsend|\brecv", words):
-        named = collective_kind(plain)
-        kind = named if named != "collective" else collective_kind(label)
-        groups = groups_in(text)
-        largest = max(map(array_bytes, (*results, *operands)), default=0.0)
-        sent = Collective(kind, largest or None, len(groups[0]) if groups else None, groups)
-        return replace(base, activity=Activity.COLLECTIVE, category="collective", collective=sent)
-    if re.search(r"copy-(start|done)|infeed|outfeed|async-start|async-done", words):
-        return replace(base, activity=Activity.COPY, category="copy")
-    if re.match(r"(while|conditional|call)\b", plain):
-        return replace(base, activity=Activity.CONTROL, category="control")
-    if "convolution" in label or " dot(" in text or plain.startswith("dot"):
-        category = "matmul"
-    elif label in ("data formatting", "copy") or plain in ("copy", "transpose", "bitcast"):
-        category = "layout"
-    else:
-        category = kernel_category(f"{scope} {plain}") if scope else kernel_category(plain)
-    return replace(base, category=category, results=results, operands=operands)
