@@ -328,6 +328,7 @@ def run_plan(
     beta2: float | None = None,
     epsilon: float | None = None,
     weight_decay: float | None = None,
+    unroll_layers: bool = False,
     metrics: str | None = None,
     keep: int | None = None,
     profile: str | None = None,
