@@ -65,7 +65,7 @@ def found(rows, *graphs):
     nodes = GraphNodes()
     for number, kernels in enumerate(graphs):
         for node, (kernel, details) in enumerate(kernels):
-            nodes.add("step", number, node, kernel, details)
+            nodes.add("step", f"command_buffer_{number}", number, node, kernel, details)
     known = nodes.instructions({"step": Program(rows)})
     return [[known.get(("step", n, node)) for node in range(len(kernels))] for n, kernels in enumerate(graphs)]
 
@@ -114,3 +114,24 @@ def test_graphs_of_one_schedule_share_it():
     assert found(rows, first, second) == [
         ["loop_add_fusion", "a.0", "a.1"], ["loop_exp_fusion", "loop_sub_fusion", "a.2", "a.3"]
     ]  # fmt: skip
+
+
+def test_command_buffers_follow_one_another():
+    """A graph of one kernel could be any of those that are called so: it is the one that those before it leave."""
+    rows = [
+        fusion("loop_add_fusion.1"), fusion("loop_exp_fusion"), ("while.2", "while", "", None),
+        fusion("loop_add_fusion.2"),
+    ]  # fmt: skip
+    large, small = kernels("loop_add_fusion_1", "loop_exp_fusion"), kernels("loop_add_fusion_1")
+    assert found(rows, large, small) == [["loop_add_fusion.1", "loop_exp_fusion"], ["loop_add_fusion.2"]]
+
+
+def test_graphs_that_were_made_again_are_of_the_same_instructions():
+    rows = [fusion("loop_add_fusion.1"), product("a.1"), fusion("loop_add_fusion.2")]
+    nodes = GraphNodes()
+    for graph in (4, 9):
+        for node, kernel in enumerate(("loop_add_fusion_1", "loop_add_fusion_1", "nvjet_1")):
+            nodes.add("step", "command_buffer_7", graph, node, kernel, "")
+    known = nodes.instructions({"step": Program(rows)})
+    expected = ["loop_add_fusion.1", "loop_add_fusion.2", "a.1"]
+    assert [[known["step", graph, n] for n in range(3)] for graph in (4, 9)] == [expected, expected]

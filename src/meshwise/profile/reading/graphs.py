@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from meshwise.profile.kinds import kernel_category
 from meshwise.profile.reading.hlo import HloProgram, Scheduled
 
-#: How many scheduled instructions may lie between two kernels of a graph that follow one another.
-_FURTHEST = 200
+#: Number of a kernel, its place in the schedule, and the way to those before it.
+_Way: TypeAlias = "tuple[int, int, _Way | None]"
 
 
 class _Sort(Enum):
@@ -43,12 +45,16 @@ class GraphNodes:
     """Nodes of the graphs of one device's programs, by program and graph, and then by node."""
 
     graphs: dict[tuple[str, int], dict[int, Kernel]] = field(default_factory=dict)
+    buffers: dict[tuple[str, int], str] = field(default_factory=dict)
 
-    def add(self, program: str, graph: int, node: int, kernel: str, details: str) -> None:
+    def add(  # noqa: PLR0917 -- what says where one kernel is, and what it is
+        self, program: str, buffer: str, graph: int, node: int, kernel: str, details: str
+    ) -> None:
         """Remember one.
 
         Args:
             program: its name.
+            buffer: name of the command buffer; graphs that were made of it again have the same.
             graph, node: numbers.
             kernel: its name.
             details: what the trace says of a copy, or of a kernel's threads.
@@ -56,6 +62,7 @@ class GraphNodes:
         sort = _sort(kernel)
         moved = _copied(kernel, details) if sort is _Sort.MOVED else None
         self.graphs.setdefault((program, graph), {})[node] = Kernel(kernel, sort, moved)
+        self.buffers[program, graph] = buffer
 
     def instructions(self, programs: Mapping[str, HloProgram]) -> dict[tuple[str, int, int], str]:
         """The instruction of each node (program, graph, node), as far as it can be told.
@@ -67,33 +74,81 @@ class GraphNodes:
         for name, program in programs.items():
             own = {graph: nodes for (of, graph), nodes in self.graphs.items() if of == name}
             schedules = [[_step(about) for about in schedule] for schedule in program.schedules()]
-            for (graph, node), instruction in _placed(own, schedules).items():
+            buffers = {graph: buffer for (of, graph), buffer in self.buffers.items() if of == name}
+            for (graph, node), instruction in _placed(own, buffers, schedules).items():
                 found[name, graph, node] = instruction
         return found
 
 
 def _placed(
-    graphs: Mapping[int, Mapping[int, Kernel]], schedules: Sequence[Sequence[_Step]]
+    graphs: Mapping[int, Mapping[int, Kernel]], buffers: Mapping[int, str], schedules: Sequence[Sequence[_Step]]
 ) -> dict[tuple[int, int], str]:
     """Instructions of nodes of one program."""
+    named = {graph: [n for n in sorted(nodes) if nodes[n].sort is _Sort.NAMED] for graph, nodes in graphs.items()}
+    names = {graph: [_plain(graphs[graph][n].name) for n in order] for graph, order in named.items()}
+    first: dict[str, int] = {}  # of the graphs that were made of a command buffer
+    for graph in sorted(graphs, key=lambda g: (-len(named[g]), g)):
+        first.setdefault(buffers[graph], graph)
+    order = sorted(first.values(), key=lambda g: (_number(buffers[g]), g))
     found: dict[tuple[int, int], str] = {}
-    stretches: dict[int, list[_Stretch]] = {}
-    for graph, nodes in graphs.items():
-        order = sorted(nodes)
-        named = [node for node in order if nodes[node].sort is _Sort.NAMED]
-        fits = [(_fit([nodes[n].name for n in named], schedule), k) for k, schedule in enumerate(schedules)]
-        best, number = max(fits, key=lambda fit: (sum(p >= 0 for p in fit[0]), -fit[1]), default=((), -1))
-        places = [place for place in best if place >= 0]
-        if not places:
-            continue
-        for node, place in zip(named, best, strict=True):
-            if place >= 0:
-                found[graph, node] = schedules[number][place].name
-        stretches.setdefault(number, []).append(_Stretch(graph, min(places), max(places), frozenset(places)))
-    for number, those in stretches.items():
-        for graph, node, instruction in _between(schedules[number], sorted(those, key=lambda s: s.first), graphs):
-            found[graph, node] = instruction
+    for number, own in _homes(order, names, schedules).items():
+        schedule, stretches = schedules[number], list[_Stretch]()
+        places = iter(_aligned([name for graph in own for name in names[graph]], schedule))
+        for graph in own:
+            there = [next(places) for _ in named[graph]]
+            taken = [place for place in there if place >= 0]
+            if not taken:
+                continue
+            alike = [g for g in graphs if buffers[g] == buffers[graph] and names[g] == names[graph]]
+            for other in alike:
+                found |= {(other, n): schedule[p].name for n, p in zip(named[other], there, strict=True) if p >= 0}
+            stretches += [_Stretch(g, min(taken), max(taken), frozenset(taken)) for g in alike]
+        found |= {(graph, node): name for graph, node, name in _between(schedule, stretches, graphs)}
     return found
+
+
+def _homes(
+    order: Sequence[int], names: Mapping[int, Sequence[str]], schedules: Sequence[Sequence[_Step]]
+) -> dict[int, list[int]]:
+    """Graphs of each schedule, in order: each is of the one in which most of its kernels are, or its neighbour's."""
+    homes: dict[int, list[int]] = {}
+    before = -1
+    for graph in order:
+        counts = [sum(place >= 0 for place in _aligned(names[graph], schedule)) for schedule in schedules]
+        best = max(range(len(counts)), key=lambda k: (counts[k], k == before, -k), default=-1)
+        if best >= 0 and counts[best]:
+            homes.setdefault(best, []).append(graph)
+            before = best
+    return homes
+
+
+def _aligned(names: Sequence[str], schedule: Sequence[_Step]) -> list[int]:
+    """Places of kernels in a schedule, of as many as can be in its order; -1 for the others.
+
+    A longest common subsequence, by the method of Hunt and Szymanski 1977.
+    """
+    where: dict[str, list[int]] = {}
+    for place, step in enumerate(schedule):
+        for name in step.called:
+            where.setdefault(name, []).append(place)
+    ends: list[int] = []  # of the shortest way to as many kernels, the place of the last
+    ways: list[_Way] = []
+    for number, name in enumerate(names):
+        for place in reversed(where.get(name, ())):
+            length = bisect_left(ends, place)
+            way = (number, place, ways[length - 1] if length else None)
+            ends[length : length + 1], ways[length : length + 1] = [place], [way]
+    places, last = [-1] * len(names), ways[-1] if ways else None
+    while last is not None:
+        number, place, last = last
+        places[number] = place
+    return places
+
+
+def _number(buffer: str) -> int:
+    """XLA numbers command buffers in the order in which they run."""
+    found = re.search(r"\d+$", buffer)
+    return int(found[0]) if found else 0
 
 
 @dataclass(frozen=True)
@@ -153,29 +208,6 @@ def _in_order(nodes: Sequence[tuple[int, float | None]], steps: Sequence[_Step])
     return pairs
 
 
-def _fit(kernels: Sequence[str], schedule: Sequence[_Step]) -> tuple[int, ...]:
-    """Places of kernels in a schedule, one after the other, from where most of them are found; -1 where not."""
-    where: dict[str, list[int]] = {}
-    for place, step in enumerate(schedule):
-        for name in step.called:
-            where.setdefault(name, []).append(place)
-    plain = [_plain(kernel) for kernel in kernels]
-    first = next((name for name in plain if name in where), None)
-    best: tuple[int, ...] = (-1,) * len(kernels)
-    for start in where.get(first, ()) if first is not None else ():
-        at, places = start - 1, list[int]()
-        for name in plain:
-            further = next((p for p in where.get(name, ()) if p > at), None)
-            if further is not None and further - at <= _FURTHEST:
-                places.append(further)
-                at = further
-            else:
-                places.append(-1)
-        if sum(p >= 0 for p in places) > sum(p >= 0 for p in best):
-            best = tuple(places)
-    return best
-
-
 def _step(about: Scheduled) -> _Step:
     """An instruction as a step."""
     name, opcode = about.name, about.opcode
@@ -193,7 +225,7 @@ def _plain(name: str) -> str:
     >>> _plain("loop_add_fusion.12"), _plain("loop_add_fusion_12"), _plain("of_keys")
     ('loop_add_fusion', 'loop_add_fusion', 'of_keys')
     """
-    return re.sub(r"[._]\d+$", "", name).replace(".", "_").replace("-", "_")
+    return re.sub(r"[._]+\d+$", "", name).replace(".", "_").replace("-", "_")
 
 
 #: Bytes that a thread of the driver's own kernels for copies moves.

@@ -324,7 +324,7 @@ class _Graphs:
         key = name, graph, node
         if key not in self.known:
             details = f"{stats.get('memcpy_details', '')} {stats.get('kernel_details', '')}"
-            self.nodes.add(name, graph, node, kernel, details)
+            self.nodes.add(name, str(stats["hlo_op"]), graph, node, kernel, details)
             self.kernels.append((kernel, stats))
             self.known[key] = -len(self.kernels)
         return self.known[key]
