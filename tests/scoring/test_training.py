@@ -104,6 +104,8 @@ def test_switches_that_nobody_states_are_those_of_the_count_of_parameters():
         ({"software": "torchtitan + compile"}, "fitted+pytorch-compiled"),
         ({"software": "torchtitan, eager", "notes": "without torch.compile"}, "fitted+pytorch"),
         ({"software": "Megatron-LM Apr-2021", "year": 2021}, "fitted+megatron-2021"),
+        ({"software": "DeepSpeed 0.16, ZeRO-2"}, "fitted+deepspeed"),
+        ({"software": "LLM Foundry"}, "fitted+pytorch"),
     ],
 )  # fmt: skip
 def test_software_is_what_a_release_did_where_experts_are(changes, software):

@@ -308,6 +308,15 @@ def test_protocols_of_benchmarks(words, static):
     assert parse_mode(words) == (static, None)
 
 
+def test_megatron_sums_gradients_of_inputs_beside_those_of_weights_since_2022():
+    cells = {"chip": "a100-sxm-80gb", "software": "Megatron-LM", "tp": 4, "sp": 1, "measured_value": 60.0}
+    before, since, denied = (
+        build_scenario(run(**cells, year=year, notes=notes)).problem.calibration.beside_sums
+        for year, notes in ((2021, ""), (2022, ""), (2022, "--no-async-tensor-model-parallel-allreduce"))
+    )
+    assert (before, since, denied) == (False, True, False)
+
+
 def test_a_loss_in_chunks_holds_few_logits():
     cells = {"measured_metric": "peak_memory", "measured_value": 60.0, "unit": "GiB", "micro_batch": 4, "dtype": "bf16"}
     cells |= {"fsdp_or_zero_stage": "FSDP", "recompute": "full", "software": "torchtitan"}

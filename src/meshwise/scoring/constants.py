@@ -96,10 +96,11 @@ LINK_SHARE: Part = (lambda c: c.links.efficiency, lambda c, v: replace(c, links=
 
 #: Bytes of elementwise operations by how software fuses them: a name, the prior, where that is from, the software.
 _PASSES = (
-    ("fused", 1.3, "kernels fused in part", ("megatron", "megatron-graphs", "megatron-beside", "pytorch-compiled")),
+    ("fused", 1.3, "kernels fused in part", ("megatron", "megatron-graphs", "megatron-beside", "pytorch-compiled",
+                                                 "torchtitan")),
     ("scripted", 1.3, "kernels fused in part", ("megatron-2021", "megatron-deepspeed", "megatron-deepspeed-blocking")),
     ("eager", 1.8, "an operation of its own for casts, products with activations and sums: 3/2 to 2 times",
-     ("eager-2023", "pytorch")),
+     ("eager-2023", "pytorch", "deepspeed")),
 )  # fmt: skip
 
 #: Software whose gaps between operations are constants of their own.

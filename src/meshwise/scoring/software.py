@@ -39,6 +39,7 @@ _WORDS = (
     (r"metaseq|fairseq|fairscale", "megatron-2021", 2022),  # before fused attention
     (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
     (_PYTORCH, "eager-2023", 2022),
+    (r"deepspeed", "deepspeed", 9999),
     (_PYTORCH, "pytorch", 9999),
 )
 
