@@ -317,6 +317,17 @@ def test_megatron_sums_gradients_of_inputs_beside_those_of_weights_since_2022():
     assert (before, since, denied) == (False, True, False)
 
 
+@pytest.mark.parametrize("year", [2023, 2025])
+def test_engines_of_deepspeed_gather_new_weights_after_the_update(year):
+    cells = {"fsdp_or_zero_stage": "ZeRO-2", "year": year, "measured_value": 60.0}
+    engine, plain = (
+        build_scenario(run(**cells, software=s)).problem.calibration for s in ("DeepSpeed", "PyTorch FSDP")
+    )
+    assert "weights" in engine.late_once
+    assert "weights" not in plain.late_once
+    assert engine.elementwise_passes == plain.elementwise_passes
+
+
 def test_a_loss_in_chunks_holds_few_logits():
     cells = {"measured_metric": "peak_memory", "measured_value": 60.0, "unit": "GiB", "micro_batch": 4, "dtype": "bf16"}
     cells |= {"fsdp_or_zero_stage": "FSDP", "recompute": "full", "software": "torchtitan"}

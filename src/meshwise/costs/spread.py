@@ -33,7 +33,7 @@ class Spread:
 #: Cause -> how much. Those that name a term of the step count with that term's share of the time.
 SPREADS = {
     "software": Spread(0.09, "releases of the same software differ, as do kernels, clocks and clusters"),
-    "finished": Spread(0.05, "in place of software: of a generation without more releases"),
+    "finished": Spread(0.04, "in place of software: of a generation without more releases"),
     "compute": Spread(0.06, "achieved rates of matmuls and attention"),
     "communication": Spread(0.25, "achieved bandwidth, other traffic, what is hidden"),
     "overheads": Spread(0.30, "bubbles, optimizer, streams to the host"),

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import LATE_ONCE, Calibration
+from meshwise.costs.fitted import SOFTWARE
 from meshwise.scoring.rows import TrainingRun, first_match
 from meshwise.scoring.software import GRAPHS, says
 
@@ -45,6 +46,8 @@ _DEALT, _DEALT_SINCE = r"zig-?zag|striped|load[- ]balanced (?:ring|cp\b|context)
 #: The year from which Megatron-LM sums gradients of inputs beside those of weights, and its option that denies it.
 _SUMS_SINCE, _NO_SUMS = 2022, r"no-async-tensor-model-parallel-allreduce"
 
+_DEEPSPEED = SOFTWARE["deepspeed"]
+
 #: Seconds between kernels of a CUDA graph: of five engines of serving, 2 us within 7 % (docs/serving-accuracy.md).
 _GRAPH_GAP = 2e-6
 
@@ -55,9 +58,11 @@ def as_run(calibration: Calibration, run: TrainingRun) -> Calibration:
     Raises:
         MeshwiseError: words of `overlap` or `dispatcher` without a meaning here.
     """
+    words = f"{run.software} {run.notes}".lower()
+    if calibration.software == "eager-2023" and "deepspeed" in words:  # its engine sends as it has done since
+        calibration = replace(calibration, late_sends=_DEEPSPEED.late_sends, late_once=_DEEPSPEED.late_once)
     for traffic, hidden in _said(run):
         calibration = _with(calibration, traffic, hidden=hidden)
-    words = f"{run.software} {run.notes}".lower()
     if says(GRAPHS, words):
         calibration = replace(calibration, gap=min(calibration.gap, _GRAPH_GAP), mixture_launch=0.0)
     beside = calibration.beside_sums or (calibration.software == "megatron-2021" and (run.year or 0) >= _SUMS_SINCE)
