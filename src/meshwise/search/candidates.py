@@ -19,7 +19,7 @@ from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
 from meshwise.costs.pipeline import Pipeline, fills
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
-from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES
+from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, Layout
 from meshwise.sharding.remat import REMAT_POLICIES
 
 Array = NDArray[np.float64]
@@ -287,6 +287,15 @@ class Choices:
             schedule=schedule or self.schedule,
             remat_layers=self.remat_layers or (None,),
             offload=((),) if () in self.offload else self.offload,
+        )
+
+    def include(self, layout: Layout) -> bool:
+        """Whether a layout that a search found is among its `usual` ones, or its own."""
+        return (
+            layout.fully_sharded in self.fully_sharded
+            and layout.schedule in self.schedule
+            and layout.offload in self.offload
+            and (self.remat_layers is None or layout.remat_layers in self.remat_layers)
         )
 
     @property

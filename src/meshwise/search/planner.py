@@ -164,8 +164,8 @@ def _simplest(wanted: Wanted, best: Found) -> Found | None:
     for axes in range(1, len(best.layout.used_axes) + 1):
         limits = replace(space.limits, most_axes=axes)
         for choices in (space.choices.usual, space.choices):
-            if axes == len(best.layout.used_axes) and choices == space.choices:
-                return None
+            if axes == len(best.layout.used_axes) and choices.include(best.layout):
+                return None  # it is the best of these, too
             narrowed = replace(wanted, top=1, space=replace(space, limits=limits, choices=choices))
             if found := narrowed.search([best.fabric]).best:
                 return found[0] if found[0].layout != best.layout else None
