@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,7 +34,7 @@ from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, meas
 from meshwise.scoring.scenario import Scenario, cluster_of, model_of
 from meshwise.scoring.sharing import read_sharing
 from meshwise.scoring.software import UNKNOWN, calibration_of, says
-from meshwise.search import complete_layout
+from meshwise.search import Plan, complete_layout
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 
 
@@ -288,12 +289,12 @@ def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str 
     try:
         scenario = build_scenario(run, calibration, unseen)
         measured = measured_bytes(run) if run.is_memory else measured_seconds(run, scenario.problem.model)
-        plan = complete_layout(scenario.problem, scenario.layout, memory_share=1.0)
+        plan = _planned(scenario)
         for other in _other_readings(scenario):
             if not _overflows(_spared(scenario, plan.estimate)[0], plan.estimate):
                 break
             scenario = other
-            plan = complete_layout(scenario.problem, scenario.layout, memory_share=1.0)
+            plan = _planned(scenario)
     except MeshwiseError as error:
         return Refusal(run, str(error))
     estimate, step, likely = plan.estimate, plan.estimate.step_time, None
@@ -314,6 +315,19 @@ def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str 
     return TrainingPrediction(
         scenario, estimate, estimate.terms, memory, measured, expected, bound, likely, plan.layout
     )
+
+
+def _planned(scenario: TrainingScenario) -> Plan:
+    """The plan of a scenario, with what its row left open."""
+    layout = scenario.layout
+    return _plan_of(scenario.problem, tuple(layout.sizes.items()), tuple(layout.choices.items()))
+
+
+@lru_cache(maxsize=64)
+def _plan_of(problem: TrainingProblem, sizes: tuple[Any, ...], choices: tuple[Any, ...]) -> Plan:
+    """The same; several rows tell of one run: its time, its share of the peak, its memory."""
+    written = tuple(axis for axis, size in sizes if size > 1)
+    return complete_layout(problem, LayoutRequest(dict(sizes), dict(choices), written), memory_share=1.0)
 
 
 def _overflows(memory: Mapping[str, float], estimate: Estimate) -> bool:
