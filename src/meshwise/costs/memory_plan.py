@@ -6,8 +6,9 @@ Training state, activations, gathered weights; traffic and matmuls of the optimi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from math import prod
 
 from meshwise.core.dtypes import DType
@@ -22,7 +23,7 @@ from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transf
 Moment = tuple[WeightedSum, WeightedSum]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one copy of a block before sizes are known.
 
@@ -33,17 +34,15 @@ class MemoryPlan:
         moments: bytes of the optimizer's state.
         kept: activations held for the backward pass.
         remade: activations computed again.
-        operations: what each operation of the backward pass holds: activations (of a layer, besides these), and
-            gradients of weights that are still to be scattered; the largest counts.
         bucket: gradients of all weights of a layer that are gathered, before they are scattered.
         gathered, stored: the same weights as used and as stored.
         buffers: gathered or unreduced activations, each with the mesh axes over which it was moved, data and fsdp left
             out.
-        compiled_remade, compiled_operations: as `remade` and `operations` where a compiler fuses what is elementwise,
-            and a head's gathered weights are let go of once they are read.
+        compiled_remade: as `remade` where a compiler fuses what is elementwise.
         weights: as `gathered`, each weight alone.
         kept_scores, remade_scores: scores of attention where kernels are not fused, and masks of dropout where that is
             done to what each part of a layer adds: kept, or made again.
+        find_moments: what each operation of the backward pass holds, as `operations`; `compiled` or not.
     """
 
     parameters: WeightedSum
@@ -54,16 +53,28 @@ class MemoryPlan:
     moments: WeightedSum
     kept: WeightedSum
     remade: WeightedSum
-    operations: tuple[Moment, ...]
     bucket: WeightedSum
     gathered: WeightedSum
     stored: WeightedSum
     buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
     compiled_remade: WeightedSum
-    compiled_operations: tuple[Moment, ...]
     weights: tuple[WeightedSum, ...]
     kept_scores: WeightedSum
     remade_scores: WeightedSum
+    find_moments: Callable[..., tuple[Moment, ...]] = field(compare=False, repr=False)
+
+    @cached_property
+    def operations(self) -> tuple[Moment, ...]:
+        """What each operation of the backward pass holds: activations (of a layer, besides these), and gradients.
+
+        Of gradients those of weights that are still to be scattered; the largest counts.
+        """
+        return self.find_moments(compiled=False)
+
+    @cached_property
+    def compiled_operations(self) -> tuple[Moment, ...]:
+        """The same where a compiler fuses what is elementwise, and a head's gathered weights go once they are read."""
+        return self.find_moments(compiled=True)
 
 
 #: Bytes of a score of attention that wait for the backward pass: the softmax, what dropout left of it, and its mask
@@ -80,7 +91,6 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
     is_layer = placed.block.role == "layer"
     alive = [(h, element_bytes(h.tensor, precision)) for h in placed.gathered]
     trained = [h for h in placed.gathered if is_layer and not h.tensor.frozen]
-    moments = _operations if is_layer else _moments
     return MemoryPlan(
         parameters=symbols.sum((symbols.held(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
         tied=symbols.held_bytes(placed.tied, precision),
@@ -90,16 +100,15 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
         moments=_moment_bytes(placed, symbols, precision, optimizer),
         kept=symbols.held_bytes(placed.kept, precision),
         remade=symbols.held_bytes(placed.workspace, precision),
-        operations=moments(placed, symbols, precision),
         bucket=symbols.sum((symbols.held(h), precision.reductions.bytes) for h in trained),
         gathered=symbols.sum((symbols.held(h), w) for h, w in alive),
         stored=symbols.sum((symbols.held(stored[h.tensor.name]), w) for h, w in alive),
         buffers=_buffers(placed, symbols, precision) if is_layer else (),
         compiled_remade=symbols.held_bytes(_compiled_workspace(placed), precision),
-        compiled_operations=moments(placed, symbols, precision, compiled=True),
         weights=tuple(symbols.sum([(symbols.held(h), w)]) for h, w in alive) if is_layer else (),
         kept_scores=_scores(placed, symbols, again=False),
         remade_scores=_scores(placed, symbols, again=True),
+        find_moments=partial(_operations if is_layer else _moments, placed, symbols, precision),
     )
 
 
@@ -150,9 +159,7 @@ def _scores(placed: PlacedBlock, symbols: Symbols, *, again: bool) -> WeightedSu
     return symbols.sum(found)
 
 
-def _operations(
-    placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool = False
-) -> tuple[Moment, ...]:
+def _operations(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool) -> tuple[Moment, ...]:
     """What each operation of a layer's backward pass makes or reads besides what is kept anyway.
 
     Where it is `compiled`, what is elementwise is done where its result is read.
@@ -166,9 +173,7 @@ def _operations(
     return _largest_moments(sums, symbols)
 
 
-def _moments(
-    placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool = False
-) -> tuple[Moment, ...]:
+def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool) -> tuple[Moment, ...]:
     """What is alive while each operation of a backward pass runs that follows its forward pass, or ends the step.
 
     What was kept is let go of once it has been read, gradients of weights once they are scattered. Besides, weights
