@@ -67,7 +67,8 @@ def _architecture(k: Keys) -> Architecture:
     h = k.H or divide(k.D, k.N, "D", "N")
     heads = SelfAttention(k.N, kv, h, bias=k.bias, bias_out=k.bias, rope=k.positions is None, window=k.window)
     second = None if k.parallel else norm
-    layers = (Layer(heads, _ffn(k, i), norm, None, second, parallel=k.parallel) for i in range(k.L))
+    kinds = [Layer(heads, _ffn(k, i), norm, None, second, parallel=k.parallel) for i in dict.fromkeys((0, k.dense))]
+    layers = [kinds[0]] * min(k.dense, k.L) + [kinds[-1]] * max(k.L - k.dense, 0)
     return Architecture(
         d_model=k.D,
         vocab=k.V,
