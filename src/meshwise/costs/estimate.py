@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Einsum, Fused
@@ -174,6 +175,7 @@ def layout_wires(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Pl
     return PlacedWires(fabric, layout_factors(fabric, layout), problem.routing)
 
 
+@lru_cache(maxsize=1024)  # of one layout several ask
 def layout_candidate(model: Model, layout: Layout) -> tuple[LayoutChoices, Candidates]:
     """A layout as the evaluator takes it: its structure and its sizes.
 

@@ -8,6 +8,7 @@ fitting (`scoring`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from meshwise.core.dtypes import DType
@@ -252,6 +253,7 @@ _MOST_NARROW = 0.76
 _FLASH_2_BACKWARD = 0.8
 
 
+@cache
 def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     """The fitted calibration of a chip's family with a software's constants.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -19,14 +19,18 @@ from meshwise.costs.evaluate import Costs, Local, evaluate, evaluate_local, loca
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.routing import Routing
-from meshwise.search.candidates import Choices
+from meshwise.search.candidates import Choices, Index
 from meshwise.search.plan import Plan
 from meshwise.search.pricing import Group, groups_that_send
-from meshwise.search.space import Array, WireTable, placements, undominated
+from meshwise.search.space import WireTable, placements, undominated
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 
 #: Choices of which all values are tried where they are not written.
 _TRIED = ("fully_sharded", "zero", "remat")
+
+#: So few placements are all priced, which takes less than to find those that no other beats; these are found where
+#: several take as long, but for such a share.
+_FEW, _SAME = 64, 1e-9
 
 
 def written_layouts(problem: TrainingProblem, request: LayoutRequest) -> list[Layout]:
@@ -100,14 +104,18 @@ def _fastest(problem: TrainingProblem, layout: Layout, fabric: Fabric, local: Lo
     """The plan of a layout at its fastest placement on a network, if there is one; all are priced at once."""
     structure, candidate = layout_candidate(problem.model, layout)
     sizes = tuple(layout.sizes[axis] for axis in MESH_AXES)
-    factors = _worthy(fabric, sizes, *groups_that_send(problem, structure), problem.routing)
+    factors = _placements(fabric.sizes, sizes)
     if not len(factors):
         return
     costs, at = None, 0
     if len(factors) > 1:
-        wires = WireTable(fabric, factors, problem.routing)
-        costs = evaluate(problem, structure, candidate, wires, local)
-        at = int(np.broadcast_to(costs.step.expected, len(factors)).argmin())
+        worthy = partial(_worthy, fabric, sizes, *groups_that_send(problem, structure), problem.routing)
+        factors = factors if (few := len(factors) <= _FEW) else factors[worthy()]
+        costs = evaluate(problem, structure, candidate, WireTable(fabric, factors, problem.routing), local)
+        expected = np.broadcast_to(costs.step.expected, len(factors))
+        at = int(expected.argmin())
+        if few and (expected <= expected[at] * (1 + _SAME)).sum() > 1:
+            at = int(worthy()[expected[worthy()].argmin()])
     own = tuple((axis, tuple(int(e) for e in factors[at, k])) for k, axis in enumerate(MESH_AXES))
     layout = layout.replace(wires=own)
     if costs is None:
@@ -125,9 +133,10 @@ def _worthy(
     groups: tuple[Group, ...],
     at_once: tuple[tuple[Group, Group], ...],
     routing: Routing | None,
-) -> Array:
-    """The undominated placements of one mesh; arguments as of `undominated`."""
-    factors = placements(fabric.sizes, sizes)
-    if len(factors) < 2:
-        return factors
-    return factors[undominated(fabric, factors, np.zeros(1, int), groups, routing, at_once=at_once)]
+) -> Index:
+    """Which placements of one mesh are undominated; arguments as of `undominated`."""
+    factors = _placements(fabric.sizes, sizes)
+    return undominated(fabric, factors, np.zeros(1, int), groups, routing, at_once=at_once)
+
+
+_placements = lru_cache(maxsize=2048)(placements)
