@@ -15,8 +15,8 @@ from tests.search.test_search_exact import PROBLEMS
 
 SMALL = {
     "candidates": {"_BLOCK": 64},
-    "bounds": {"_ROWS": 40, "_SIZES": 8, "_KEYS": 32, "CHUNK": 16},
-    "network": {"_MOST_ROWS": 30, "_FEW": 4},
+    "bounds": {"_ROWS": 40, "_SIZES": 8, "_KEYS": 32, "CHUNK": 16, "FEW": 4},
+    "network": {"_MOST_ROWS": 30, "FEW": 4},
     "placement_bounds": {"_ROWS": 50, "_MOST_PLACEMENTS": 20, "CHUNK": 16},
     "pricing": {"CHUNK": 64},
     "search": {"_POOL": 64, "CHUNK": 64},

@@ -36,7 +36,7 @@ from meshwise.search.candidates import (
     compute_variants,
     distinct,
 )
-from meshwise.search.network import Recent, RowTable, SearchedNetwork, WeightColumns
+from meshwise.search.network import FEW, Recent, RowTable, SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
 
 #: Candidates evaluated at a time: arrays stay in the cache.
@@ -216,13 +216,28 @@ class Bounds:
         found = {}
         for own, keys in self._keys.items():
             choices, every = replace(own, remat="none"), np.unique(self.size[keys])
-            lowered, found[own] = self.problem.lowered.training(choices), np.full(self.num_sizes, math.inf)
+            found[own] = np.full(self.num_sizes, math.inf)
             for begin in range(0, len(every), _SIZES):
                 sizes = every[begin : begin + _SIZES]
-                blocks = zip(lowered, self.network.blocks_once(choices, sizes), strict=True)
-                least: Num = sum(b.placed.block.repeat * p.seconds for b, at in blocks for p in at.passes.values())
-                found[own][sizes] = (1 - 1e-9) * least  # added up in another order
+                found[own][sizes] = self.network.busy(choices, sizes)
         return found
+
+    def _busy_under(self, variant: Index, size: Index) -> Array:
+        """The same of sizes under compute variants, with what they compute again."""
+        found = np.zeros(len(size))
+        for v in np.unique(variant):
+            mine = np.flatnonzero(variant == v)
+            for remat, share in self._remats(self.network.variants[v]).items():
+                choices = _all_remats(self.network.variants[v], remat)
+                found[mine] += share * self.network.busy(choices, size[mine])
+        return found
+
+    def _remats(self, variant: ComputeVariant) -> dict[str, float]:
+        """The share of the layers that follows each remat policy."""
+        if variant.remat_layers is None:
+            return {variant.own.remat: 1.0}
+        share = variant.remat_layers / self.problem.model.num_layers
+        return {variant.own.remat: share, "none": 1 - share}
 
     def groups(
         self, schedules: Sequence[int], below: Callable[[Array, Index], Mask], most: int | None = None
@@ -256,7 +271,10 @@ class Bounds:
             np.concatenate([k for _, k in chosen]),
         )
         before = self._known.numbers()
-        # What is computed again counts, too.
+        # What is computed again counts, too: where sizes are few, before any sends are bounded.
+        if self.num_sizes <= FEW:
+            kept = np.flatnonzero(below(self._busy_under(variant, self.size[key]) * self.per_token[key], key))
+            variant, key = variant[kept], key[kept]
         for begin in range(0, self.num_sizes, _SIZES):
             some = np.flatnonzero((self.size[key] >= begin) & (self.size[key] < begin + _SIZES))
             self.rows_of(variant[some], self.size[key[some]])
@@ -400,12 +418,8 @@ class Bounds:
         return {role: own.at(slice(None)) for role, own in whole.items()}  # what bounds need, and no more
 
     def _held_under(self, variant: ComputeVariant, sizes: Index) -> HeldActivations:
-        shares = {variant.own.remat: 1.0}
-        if variant.remat_layers is not None:
-            share = variant.remat_layers / self.problem.model.num_layers
-            shares = {variant.own.remat: share, "none": 1 - share}
         parts = []
-        for remat, share in shares.items():
+        for remat, share in self._remats(variant).items():
             choices = _all_remats(variant, remat)
             for b, own in zip(self.problem.lowered.training(choices), self.network.blocks(choices, sizes), strict=True):
                 if b.role == "layer" or remat == variant.own.remat:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from meshwise.costs.arithmetic import joined, take
+from meshwise.costs.arithmetic import Num, joined, take
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.evaluate import LocalBlock, evaluate_local, evaluate_local_memory, local_prices
 from meshwise.costs.fabric import Fabric
@@ -30,7 +30,7 @@ from meshwise.search.tools import ToolMasks, possible_schedules, possible_varian
 T = TypeVar("T")
 
 #: Rows that are worked out at once where there are no more.
-_FEW = 512
+FEW = 512
 
 #: Rows of what one device does on its own that are kept, of about 700 bytes.
 _MOST_ROWS = 100_000
@@ -97,9 +97,9 @@ class SearchedNetwork:
         """What one device does, for some of the table's sizes."""
         return self.local(choices, self.sizes[sizes])
 
-    def blocks_once(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
-        """The same, which is not kept."""
-        return self.local.evaluate(choices, self.sizes[sizes])
+    def busy(self, choices: LayoutChoices, sizes: Index) -> Array:
+        """Seconds that one device computes for a microbatch at least, for some of the table's sizes."""
+        return self.local.busy(choices, self.sizes[sizes])
 
 
 class LocalTables:
@@ -115,6 +115,7 @@ class LocalTables:
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
         self._tables: dict[LayoutChoices, RowTable[tuple[LocalBlock, ...]]] = {}
         self._memory: dict[LayoutChoices, RowTable[tuple[LocalMemory, ...]]] = {}
+        self._busy: dict[LayoutChoices, RowTable[Array]] = {}
         self._prices = Recent[OperationPrices](2)
 
     def numbers(self, sizes: LocalSizes) -> Index:
@@ -137,6 +138,18 @@ class LocalTables:
         if choices not in self._memory:
             self._memory[choices] = RowTable(partial(self._evaluate_memory, choices), lambda: len(self._numbers))
         return self._memory[choices](numbers)
+
+    def busy(self, choices: LayoutChoices, numbers: Index) -> Array:
+        """Seconds that the device computes for a microbatch, all copies of its blocks, less what rounding may add."""
+        if choices not in self._busy:
+            self._busy[choices] = RowTable(partial(self._evaluate_busy, choices))
+        return self._busy[choices](numbers)
+
+    def _evaluate_busy(self, choices: LayoutChoices, numbers: Index) -> Array:
+        own = (self if len(self._numbers) <= FEW else self.evaluate)(choices, numbers)  # of many sizes none is kept
+        blocks = zip(self.problem.lowered.training(choices), own, strict=True)
+        seconds: Num = sum(b.placed.block.repeat * p.seconds for b, at in blocks for p in at.passes.values())
+        return np.array(np.broadcast_to((1 - 1e-9) * seconds, len(numbers)))  # added up in another order
 
     def _evaluate_memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         if choices in self._tables and self._tables[choices].knows(numbers):
@@ -218,7 +231,7 @@ class RowTable(Generic[T]):
 
     def rows(self, numbers: Index) -> Index:
         """Rows of `values` of numbers."""
-        few = self.every() if self.every() <= _FEW else 0
+        few = self.every() if self.every() <= FEW else 0
         new = max(int(numbers.max(initial=-1)) + 1, few) - len(self._row)
         if new > 0:
             self._row = np.pad(self._row, (0, new), constant_values=-1)
