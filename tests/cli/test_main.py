@@ -376,8 +376,3 @@ def test_guesses_are_no_words_of_ours():
            for param in verb.load().params for flag in param.opts}  # fmt: skip
     named = {flag for text in options.GUESSES.values() for flag in re.findall(r"--[a-z-]+", text)}
     assert named <= own
-
-
-def test_an_interrupt_that_a_library_has_made_text_of_is_one():
-    error = ValueError('Error building "model" validator: KeyboardInterrupt: ')
-    assert entry._failure(error).exit_code == 130

@@ -324,7 +324,7 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure("UsageError", f"{short(told)}{beside}\nSee '{where} --help'.", 2)
         case click.ClickException():
             return _Failure(type(error).__name__, short(error.format_message()), 2)
-        case _ if _interrupted(error):
+        case KeyboardInterrupt() | click.Abort():
             return _Failure("Interrupted", "interrupted", INTERRUPTED)
         case MemoryError():
             why = f" ({short(str(error))})" if str(error) else ""
@@ -341,15 +341,6 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
                 traceback.print_exception(error)
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             return _Failure("Bug", f"this is a bug in meshwise: {cause} (MESHWISE_DEBUG=1 shows where)", 1)
-
-
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is what was raised, or what another error was made of (libraries that are being loaded do so)."""
-    if "KeyboardInterrupt:" in str(error):  # pydantic keeps of it, while it builds a validator, the name alone
-        return True
-    while error is not None and not isinstance(error, KeyboardInterrupt | click.Abort):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _say(failure: _Failure, *, as_json: bool) -> None:
