@@ -137,6 +137,20 @@ class Model(Answer):
         """L, all layers."""
         return self.spec.num_layers
 
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Query heads of the layers, each number once."""
+        return tuple(sorted(set(self._of_attention("heads"))))
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key/value heads of the layers that have most; 1 for latents."""
+        return max(self._of_attention("kv_heads"), default=1)
+
+    def _of_attention(self, name: str) -> list[int]:
+        counts = (getattr(g.layer.attention, name, None) for g in self.spec.groups)
+        return [int(n) for n in counts if n]
+
     @property
     def d_model(self) -> int:
         """D, the residual width."""

@@ -151,7 +151,9 @@ class MeshLayout:
             UnknownNameError: an unknown word or axis.
         """
         for name in self.FIELDS.axes:
-            check_count(name, getattr(self, name))
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size <= _LARGEST:  # searches make hundreds of thousands
+                check_count(name, size)
         for name in self.FIELDS.switches:
             if not isinstance(getattr(self, name), bool):
                 raise LayoutError(f"layout: {name} must be true or false, found {getattr(self, name)!r}")

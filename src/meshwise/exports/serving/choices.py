@@ -71,16 +71,12 @@ class _OfProblem:
     @property
     def kv_heads(self) -> int:
         """Key/value heads of the layers that have most; 1 for latents."""
-        return max(self._of_attention("kv_heads"), default=1)
+        return self.model.kv_heads
 
     @property
     def heads(self) -> tuple[int, ...]:
         """Query heads of the layers, each number once."""
-        return tuple(sorted(set(self._of_attention("heads"))))
-
-    def _of_attention(self, name: str) -> list[int]:
-        counts = (getattr(g.layer.attention, name, None) for g in self.model.spec.groups)
-        return [int(n) for n in counts if n]
+        return self.model.heads
 
     @property
     def experts(self) -> int:

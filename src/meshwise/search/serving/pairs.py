@@ -237,17 +237,47 @@ def _ratios(
         prefill, decode: chips of an engine, and its requests per second.
         wanted: requests per second.
     """
+    chips_out, rate_out = decode
+    first, last = np.ones(len(rate_out)), np.full(len(rate_out), (chips - 1) // prefill[0])
+    if wanted is None:
+        first, last = _about_even(chips, prefill, decode)
+    width = np.maximum(last - first + 1, 1)
+    order, begin = np.argsort(width, kind="stable"), 0
+    found = np.zeros((2, len(width)))
+    while begin < len(order):
+        area = width[order[begin:]] * np.arange(1, len(order) - begin + 1)
+        own = order[begin : begin + max(int(np.searchsorted(area, _RATIOS, side="right")), 1)]
+        a = first[own] + np.arange(int(width[own[-1]]))[:, None]
+        found[:, own] = _best_of(chips, prefill, (chips_out[own], rate_out[own]), np.minimum(a, last[own]), wanted)
+        begin += len(own)
+    return found[0], found[1]
+
+
+def _about_even(chips: int, prefill: tuple[float, float], decode: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The fewest and the most engines that prefill where most requests are served; arguments as of `_ratios`.
+
+    Where engines that decode are rounded to whole ones, so many requests are served; fewer engines of either kind than
+    these take serve fewer.
+    """
     (chips_in, rate_in), (chips_out, rate_out) = prefill, decode
-    a = np.arange(1, int((chips - 1) // chips_in) + 1, dtype=float)[:, None]
-    most = max(_RATIOS // len(a), 1)
-    if len(rate_out) > most:
-        each = (slice(begin, begin + most) for begin in range(0, len(rate_out), most))
-        parts = [_ratios(chips, prefill, (chips_out[own], rate_out[own]), wanted) for own in each]
-        return np.concatenate([n for n, _ in parts]), np.concatenate([m for _, m in parts])
+    even = np.floor(chips * rate_in / (rate_out * chips_in + chips_out * rate_in))
+    served = np.zeros(len(rate_out))
+    for m in (even, even + 1):
+        served = np.maximum(served, np.minimum((chips - m * chips_out) // chips_in * rate_in, m * rate_out))
+    served = served * (1 - 1e-9)
+    least_out = np.maximum(np.ceil(served / rate_out), 1)
+    return np.maximum(np.ceil(served / rate_in), 1), (chips - least_out * chips_out) // chips_in
+
+
+def _best_of(
+    chips: int, prefill: tuple[float, float], decode: tuple[Array, Array], a: Array, wanted: float | None
+) -> tuple[Array, Array]:
+    """Of numbers of engines that prefill, [number, engines that decode], the best; arguments as of `_ratios`."""
+    (chips_in, rate_in), (chips_out, rate_out) = prefill, decode
     room = (chips - a * chips_in) // chips_out
     needed = np.ceil(a * rate_in / rate_out - 1e-12)
     b = np.concatenate([np.minimum(room, needed), np.minimum(room, needed - 1)])
-    a = np.broadcast_to(np.concatenate([a, a]), b.shape)
+    a = np.concatenate([a, a])
     rate = np.minimum(a * rate_in, b * rate_out)
     used = a * chips_in + b * chips_out
     rate = np.where(b >= 1, rate, -1.0)
