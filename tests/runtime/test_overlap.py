@@ -1,5 +1,7 @@
 """Options of the compiler are those of the platform, and a step is compiled with them."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -17,7 +19,12 @@ def test_only_platforms_whose_schedulers_are_told_have_options():
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
-    [(Layout(fsdp=8), {4}), (Layout(fsdp=4, ulysses=2), {8}), (Layout(data=2, fsdp=4, zero=1), set())],
+    [
+        (Layout(fsdp=8), {4}),
+        (Layout(fsdp=4, ulysses=2), {8}),
+        (Layout(fsdp=4, tensor=2), {8}),
+        (Layout(data=2, fsdp=4, zero=1), set()),
+    ],
 )
 def test_how_many_collectives_are_in_flight_follows_from_the_layout(layout, expected):
     found = overlap_options("gpu", layout)
@@ -25,6 +32,8 @@ def test_how_many_collectives_are_in_flight_follows_from_the_layout(layout, expe
     ragged = overlap_options("gpu", layout, ragged=True)
     fewer = {many for name, many in ragged.items() if name.endswith("overlap_limit")}
     assert fewer == {min(many, 2) for many in expected}
+    exchanged = overlap_options("gpu", replace(layout, expert=2), ragged=True)
+    assert {many for name, many in exchanged.items() if name.endswith("overlap_limit")} == expected
 
 
 def test_a_step_is_compiled_with_the_options_of_its_devices(monkeypatch):

@@ -9,10 +9,17 @@ from collections.abc import Mapping
 
 from meshwise.sharding.layout import Layout
 
-#: On GPUs the latency-hiding scheduler is on anyway, but all sums of a layer's gradients were joined into one, which
-#: waits for the last of them: arrays of a megabyte and more go alone. Pipelining the collectives of loops would hold up
-#: to a fifth more memory, which plans do not count, for 3 % of the least time (docs/verify.md): it is left off.
-_GPU = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
+#: On GPUs XLA turns its latency-hiding scheduler on only where it knows the seconds of all collectives, which are not
+#: those of ragged AllToAlls. The scheduler gives up hiding where a program would hold more than 80 % of the memory, as
+#: the best plans do: it may count on half as much again, arguments left out. All sums of a layer's gradients were
+#: joined into one, which waits for the last of them: arrays of a megabyte and more go alone. Pipelining the collectives
+#: of loops would hold up to a fifth more memory, which plans do not count, for 3 % of the least time (docs/verify.md):
+#: it is left off.
+_GPU = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
+    "xla_gpu_memory_limit_slop_factor": 150,
+}
 
 #: How many collectives may be in flight: one, unless it is given. They follow one another on the wires, but the next
 #: one need not wait until the program has come to the end of the one before.
@@ -41,20 +48,21 @@ def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> d
     Args:
         platform, layout: of the step.
         ragged: whether it has experts whose rows are multiplied by kernels. The scheduler takes these to be short, and
-            would start gathers of all experts' weights before those that are needed first: two at a time.
+            would start gathers of all experts' weights before those that are needed first: two at a time, unless rows
+            are exchanged besides.
     """
     options = dict(_OPTIONS.get(platform, {}))
     if platform in ("gpu", "cuda") and (many := _in_flight(layout)) > 1:
-        options[_IN_FLIGHT] = min(many, 2) if ragged else many
+        options[_IN_FLIGHT] = min(many, 2) if ragged and layout.expert == 1 else many
     return options
 
 
 def _in_flight(layout: Layout) -> int:
-    """As many collectives as weights of a layer are gathered ahead, and attention's own beside them.
+    """As many collectives as weights of a layer are gathered ahead, and those of activations beside them.
 
     With more, one that is soon needed stands behind many that are not. Where each gradient goes through two sums, over
     fsdp and over data (zero), the second of them would wait for the first until late: one at a time.
     """
     if layout.zero and layout.data > 1:
         return 1
-    return 8 if layout.context * layout.ulysses > 1 else 4
+    return 8 if layout.tensor * layout.context * layout.ulysses > 1 else 4
