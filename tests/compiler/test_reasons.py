@@ -63,6 +63,17 @@ def test_a_gather_of_both_passes_may_be_taken_once():
     assert reasons(both, [found("all-gather", X, 70 * MB)]) == {"all-gather over x": {"unexplained": -10.0}}
 
 
+def test_an_exchange_of_both_passes_may_be_kept_though_others_are_counted_with_it():
+    both = [
+        wanted("all-to-all", X, 40 * MB, purpose="activations", tensors=("attention",)),
+        wanted("all-to-all", X, 80 * MB, when="backward", purpose="activations", tensors=("attention", "d_q")),
+    ]
+    assert reasons(both, [found("all-to-all", X, 80 * MB)]) == {"all-to-all over x": {"gathered once": -40.0}}
+    assert reasons(both, [found("all-to-all", X, 40 * MB)]) == {
+        "all-to-all over x": {"gathered once": -40.0, "unexplained": -40.0}
+    }
+
+
 def test_a_tied_table_may_be_gathered_once():
     both = [
         wanted("all-gather", X, 40 * MB, block="embed", tensors=("w_embed",)),

@@ -97,7 +97,8 @@ def _flops_lines(expected: Expected, found: Sequence[Matmul]) -> Iterator[Line]:
     fused = {_operation(matmul.scope, keys) for matmul in found if matmul.kernel}
     reasons = {key: _flops_reasons(key, missing[key], expected, fused=key in fused) for key in every}
     for block in {key[0] for key in every}:
-        reasons |= _one_matmul({key: amount for key, amount in missing.items() if key[0] == block}, expected, small)
+        own = {key: n for key, n in missing.items() if key[0] == block and not _of_experts(reasons[key])}
+        reasons |= _one_matmul(own, expected, small)
     for key, line in lines.items():
         yield explained(line, (*known[key], *reasons[key]), exact=small)
 
@@ -110,6 +111,10 @@ def _moved_lines(expected: Mapping[str, float], found: Sequence[Movement]) -> It
         compiled[next((block for block in expected if block in words), "")] += movement.bytes_per_step
     for block, num_bytes in expected.items():
         yield Line("moved", block or "elsewhere", num_bytes, compiled[block])
+
+
+def _of_experts(reasons: Iterable[Difference]) -> bool:
+    return any(d.reason in ("slots", "part blocks") for d in reasons)
 
 
 def _one_matmul(missing: dict[Operation, float], expected: Expected, small: float) -> dict[Operation, list[Difference]]:

@@ -15,7 +15,8 @@ UNEXPLAINED = "unexplained"
 
 #: Reason -> what it means.
 REASONS = {
-    "gathered once": "XLA keeps what it gathered for the forward pass until the backward pass next to it has read it",
+    "gathered once": "the program keeps what it gathered or exchanged for the forward pass until the backward pass has "
+    "read it",
     "lookup": "rows of an embedding table are looked up, and their gradients added, by exchanges that XLA chose",
     "token numbers": "integers: token numbers, labels and places travel where a lookup or the loss needs them",
     "reduced whole": "an AllReduce, where a ReduceScatter would do",

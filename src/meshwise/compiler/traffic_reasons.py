@@ -10,7 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from meshwise.compiler.expected import Expected
@@ -154,15 +154,15 @@ def _ring(ledger: _Ledger, expected: Expected) -> None:
 def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
     """A gather whose tensors were gathered before, too, and that is missing: for the backward pass, or a tied table's.
 
-    First the blocks whose passes follow each other: nothing runs between the head's forward and backward, and the head
-    may find the table of the lookup.
+    Or an exchange, which others of the same size are counted with. First the blocks whose passes follow each other:
+    nothing runs between the head's forward and backward, and the head may find the table of the lookup.
     """
     forward = {(e.block, e.axes, t) for e in expected.collectives if e.when == "forward" for t in e.tensors}
-    again = [
-        e
-        for e in expected.collectives
-        if e.when == "backward" and e.kind == "all-gather" and all((e.block, e.axes, t) in forward for t in e.tensors)
-    ]
+    again = []
+    for e in (e for e in expected.collectives if e.when == "backward" and e.kind in ("all-gather", "all-to-all")):
+        known = sum((e.block, e.axes, t) in forward for t in e.tensors)
+        if known == len(e.tensors) or (known and e.kind == "all-to-all"):
+            again.append(replace(e, received=e.received * known / len(e.tensors)))
     of_head, of_layers = ([e for e in again if (e.block == "head") == head] for head in (True, False))
     heads = [e for e in expected.collectives if (e.block, e.when, e.kind) == ("head", "forward", "all-gather")]
     tied = [
