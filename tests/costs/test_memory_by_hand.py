@@ -215,6 +215,21 @@ def test_accumulation_holds_one_microbatch():
     assert memory(fsdp=8, num_microbatches=4, sequences=32) == memory(fsdp=8, sequences=8)
 
 
+@pytest.mark.parametrize(("expert", "room"), [(1, 1), (2, 2), (8, 4)])
+def test_programs_of_xla_have_room_for_all_rows_that_could_come(expert, room):
+    def kept(calibration):
+        cluster, sizes = parse_cluster("h100:8"), {"data": 8 // expert, "expert": expert}
+        wires = tuple((axis, (size,)) for axis, size in sizes.items() if size > 1)
+        layout = Layout(**sizes, remat="none", wires=wires)
+        job = TrainingJob(batch_tokens=str(8 * T), seq_len=str(T), precision="bf16", expert_imbalance=1)
+        problem = TrainingProblem(load_model("mixtral-8x7b"), job, cluster, calibration)
+        return estimate_training(problem, Fabric.of(cluster), layout).memory["activations"]
+
+    top_k, layers = 2, 32
+    rows = layers * T * top_k * (D + 3 * F + 1) * BF16  # dispatched, gate, up, their product, and gates
+    assert kept(CALIBRATION[True]) - kept(CALIBRATION[False]) == pytest.approx((room - 1) * rows)
+
+
 def test_the_reserve_is_a_share_of_what_the_device_reports():
     m = memory(fsdp=8)
     assert m["reserve"] == RESERVE_SHARE * parse_cluster("h100:8").chip.hbm_usable

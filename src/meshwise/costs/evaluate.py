@@ -21,12 +21,16 @@ from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload
 from meshwise.costs.overlap import RoleSums, role_sums
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.routing import expert_load
+from meshwise.costs.routing import expert_load, room_over_mean
 from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
 from meshwise.costs.traffic import CollectiveTemplate
 from meshwise.sharding.layout import CHUNK_POSITIONS
 from meshwise.sharding.placed import Held, Purpose
+
+#: Slots of an expert that a device has room for, where no token may be dropped and none is known before it comes:
+#: programs of XLA have shapes that are known beforehand.
+_ROOM = "room"
 
 #: Purposes of what moves for the activations of a microbatch.
 _OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
@@ -86,13 +90,10 @@ def evaluate_local(
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
     passes = [_passes(problem, structure, b, prices) for b in blocks] if known is None else [b.passes for b in known]
+    memories = evaluate_local_memory(problem, structure, prices)
     return tuple(
-        LocalBlock(
-            own,
-            {one.cost: one.bytes(extents) for one in b.collectives if one.local},
-            _local_memory(problem, b, extents),
-        )
-        for own, b in zip(passes, blocks, strict=True)
+        LocalBlock(own, {one.cost: one.bytes(extents) for one in b.collectives if one.local}, memory)
+        for own, b, memory in zip(passes, blocks, memories, strict=True)
     )
 
 
@@ -100,7 +101,10 @@ def evaluate_local_memory(
     problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices
 ) -> tuple[LocalMemory, ...]:
     """The memory alone of `evaluate_local`; arguments as there."""
-    return tuple(_local_memory(problem, b, prices.extents) for b in problem.lowered.training(structure))
+    extents = prices.extents
+    if _ROOM in extents.sizes:
+        extents = Extents(extents.symbols, {**extents.sizes, "C": extents.sizes[_ROOM]}, extents.mesh)
+    return tuple(_local_memory(problem, b, extents) for b in problem.lowered.training(structure))
 
 
 def local_prices(
@@ -181,6 +185,8 @@ def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
         tokens = sizes.micro_batch * problem.job.seq_len / shards
         experts, chosen = bound["E"], bound["top_k"]
         scatter = (experts - chosen) / max(experts - 1, 1)  # a token's experts differ
+        if problem.calibration.compiled and problem.cluster.chip.vendor == "nvidia" and not problem.job.capacity_factor:
+            bound[_ROOM] = bound["C"] * room_over_mean(experts, chosen, devices)
         bound["C"] = bound["C"] * expert_load(problem.job, tokens * chosen, devices, scatter=scatter)
     if structure.loss == "chunked":
         positions = problem.job.seq_len / (sizes.context * sizes.ulysses)

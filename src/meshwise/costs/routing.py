@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.arithmetic import Num, log2, where
+from meshwise.costs.arithmetic import Num, log2, minimum, where
 from meshwise.jobs import ServingLoad, TrainingJob
 
 
@@ -138,6 +138,17 @@ def expert_load(job: TrainingJob | ServingLoad, slots: Num, devices: Num, *, sca
         return where(devices > 1, job.expert_imbalance, 1.0)
     deviations = _largest_of(devices) * scatter**0.5
     return 1 + deviations / slots**0.5 + deviations**2 / (6 * slots)
+
+
+def room_over_mean(experts: Num, top_k: Num, devices: Num) -> Num:
+    """Rows that could come to a device of those that share the experts, over those that come on average.
+
+    Every token of all of them could choose as many experts as a device has.
+
+    >>> room_over_mean(32, 4, 8), room_over_mean(8, 2, 8), room_over_mean(128, 8, 1)
+    (8.0, 4.0, 1.0)
+    """
+    return devices * minimum(top_k, experts / devices) / top_k
 
 
 def _largest_of(devices: Num) -> Num:
