@@ -11,6 +11,7 @@ from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibrati
 from meshwise.costs.estimate import evaluate_layout, layout_candidate
 from meshwise.costs.evaluate import evaluate_local, local_prices
 from meshwise.costs.fitted import BEST_MATMULS, SOFTWARE, find_calibration, fitted_calibration
+from meshwise.costs.hidden import hidden
 from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout
@@ -81,6 +82,19 @@ def test_late_exchanges_hide_behind_nothing():
     assert step.hidden["data"] == 0
     plain = evaluate_layout(one.problem, one.fabric, one.layout).step
     assert step.terms["data"] == pytest.approx(plain.terms["data"] + plain.hidden["data"])
+
+
+@pytest.mark.parametrize(("microbatches", "late"), [(1, False), (2, True)])
+def test_sums_of_accumulated_gradients_wait_for_the_last_microbatch(microbatches, late):
+    layout = Layout(data=8, zero=1, num_microbatches=microbatches, remat="none", wires=(("data", (8,)),))
+    one = case("8 H100", "none", layout, width=1024)
+    software = replace(IDENTITY, late_once=("accumulated",))
+    step = evaluate_layout(replace(one.problem, calibration=software), one.fabric, layout).step
+    plain = evaluate_layout(one.problem, one.fabric, layout).step
+    assert (step.hidden["data"] < plain.hidden["data"]) is late
+    assert step.terms["data"] + step.hidden["data"] == pytest.approx(plain.terms["data"] + plain.hidden["data"])
+    assert step.hidden["data"] > 0  # new weights hide behind the next forward pass
+    assert bool(hidden(software, layout)["gradients"]) is not late
 
 
 def test_unfused_attention_by_hand():

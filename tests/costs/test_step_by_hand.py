@@ -1,6 +1,7 @@
 """The step time of LLaMA-3-8B on paper: gathers, all-reduces, bubbles; on TPU v5p and on H100."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -121,6 +122,24 @@ def test_tensor_parallelism_in_one_node_of_h100():
     assert s.hidden["tensor"] == 0
     # The gradients of norms, whole on every GPU, are summed once a step, and hide behind the backward pass.
     assert s.hidden["data"] == exactly(2 * hops * (L + 1))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_runs_beside_nothing_comes_on_top_of_the_lower_bound(remat):
+    layout = {"tensor": 8, "remat": remat, "wires": (("tensor", (8,)),)}
+    bare, chip = step("h100:8", **layout)
+    s, _ = step("h100:8", replace(IDENTITY, in_turn=True), **layout)
+    residual = 7 / 8 * 2 * T * D / NVLINK
+    peak = max(v for k, v in chip.flops_per_s.items() if k.value == "bf16")
+    # Computed again: two gathers, and a scatter; the last of a layer is not needed. These gathers serve gradients of
+    # weights, too, which else need two more. Products for such gradients hide what they can of the backward pass.
+    again, gradients = {"none": (0, 6), "full": (3, 4)}[remat]
+    products = 2 * T * (LAYER - 2 * D) / 8 / peak
+    layers = L * ((4 + again) * residual + gradients * residual - products)
+    busier = max(s.resources["compute"], s.resources["hbm"])
+    assert 0 < s.lower - busier - layers < 5 * residual  # of embedding and head
+    assert bare.lower == max(bare.resources.values()) == busier
+    assert s.expected == bare.expected
 
 
 def test_collective_matmuls_hide_tensor_parallelism_on_tpus():

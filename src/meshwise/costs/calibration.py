@@ -83,8 +83,8 @@ IDEAL_LINKS = Links(1.0, overlapped=True)
 
 
 #: What may wait for all compute of a step: gathers of new "weights", sums of "gradients", of weights that every replica
-#: holds "whole" alone, in "pipelines" alone.
-LATE_ONCE = ("weights", "gradients", "whole", "pipelines")
+#: holds "whole" alone, in "pipelines" alone, of those "accumulated" over microbatches alone.
+LATE_ONCE = ("weights", "gradients", "whole", "pipelines", "accumulated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,8 @@ class Calibration:
         chained_startup: seconds before the first byte of a collective inside a compiled step of serving, where a
             collective on its own takes longer (`links`); None for the same.
         late_exchange: whether what is exchanged once a step over the data axis waits for the last backward pass.
+        in_turn: whether collectives on the critical path run beside nothing at all, so that the bound from below adds
+            them to compute; else software is taken to hide them at best.
         late_gathers: whether inputs of matmuls that are gathered once more for gradients of weights come beside the
             matmuls of the other gradients (Korthikanti et al. 2022, section 4.2.2).
         beside_sums: whether sums of gradients of inputs over the tensor axis run beside the gradients of the same
@@ -193,6 +195,7 @@ class Calibration:
     interference: float = 0.0
     late_exchange: bool = False
     compiled: bool = False
+    in_turn: bool = False
     chained_startup: float | None = None
     late_gathers: bool = False
     beside_sums: bool = False

@@ -258,7 +258,7 @@ def estimate_of(problem: TrainingProblem, layout: Layout, costs: Costs) -> Estim
     structure, candidates = layout_candidate(problem.model, layout)
     step = costs.step
     resources = {name: float(v) for name, v in step.resources.items()}
-    busiest = max(resources, key=lambda name: resources[name])
+    busiest = max(resources.keys() - {"in_turn"}, key=lambda name: resources[name])
     tokens = layout.sequences * problem.job.seq_len
     return Estimate(
         step_time=Interval(float(step.lower), float(step.expected), float(step.upper)),

@@ -292,6 +292,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
     own = _CHIPS.get(family.name, _CHIPS["hopper"])
     forward, backward = own.flash_1 if software.flash == 1 else (own.attention, _FLASH_2_BACKWARD)
     on_tpu = family.name == "tpu"
+    on_gpu = software.name == "xla" and not on_tpu  # as compiled programs are scheduled (docs/verify.md)
     gap = 0.0 if on_tpu else _GAP  # a program of XLA runs on a TPU without the host between operations
     overlapped = software.collective_matmul if chip.vendor == "nvidia" else None
     ratio, best = _power_ratio(chip, own), BEST_MATMULS.get(chip.name, family.matmul_efficiency)
@@ -316,11 +317,12 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         links=replace(family.links, efficiency=own.links),
         late_exchange=software.late_exchange,
         compiled=software.name == "xla",
+        in_turn=on_gpu,
         late_gathers=True,
         beside_exchanges=software.beside_exchanges,
         late_sends=software.late_sends,
         late_schedules=software.late_schedules,
-        late_once=software.late_once,
+        late_once=("accumulated",) if on_gpu else software.late_once,
         fused_sequences=software.fused_sequences,
         software=software.name,
         scattered_sends=software.scattered_sends,

@@ -51,6 +51,7 @@ def _hidden(calibration: Calibration, layout: Layout) -> Iterator[tuple[str, str
         late = calibration.late_once
         waits = "gradients" in late or ("whole" in late and layout.zero == 0)
         waits = waits or ("pipelines" in late and layout.stage > 1)
+        waits = waits or ("accumulated" in late and layout.num_microbatches > 1 and layout.zero < 2)
         yield "gradients", "" if waits or calibration.late_exchange else "the last backward pass"
         if layout.zero:
             waits = "weights" in late or calibration.late_exchange

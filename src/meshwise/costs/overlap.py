@@ -16,7 +16,7 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.pipeline import Shares
 from meshwise.costs.step import BlockRuns, BlockTime, CollectivePrices, Hiding, Ledger, StepRates
-from meshwise.costs.traffic import Pass, Sent
+from meshwise.costs.traffic import CollectiveTemplate, Pass, Sent
 from meshwise.sharding.placed import Purpose
 
 #: What the compute of a block is made of -> the pass that it is a part of, and the term that it counts under.
@@ -54,7 +54,8 @@ class RoleSums:
             gradients of weights, exposed communication included; they add up to the terms.
         exchanged: what of the passes is exchange of tokens with their experts, on the critical path.
         serial: the passes with nothing overlapped.
-        resources: seconds that the matrix unit, HBM and networks are busy at data-sheet rates.
+        resources: seconds that the matrix unit, HBM and networks are busy at data-sheet rates; "in_turn", of networks
+            while nothing runs beside them.
         cover: seconds of the backward pass (gradients) and of the forward pass (weights) that nothing hides behind yet.
         flops: on the matrix unit, as "flops".
     """
@@ -201,6 +202,25 @@ def _some(sent: Sent, number: int) -> Sent:
     return sent if share == 1 else sent._replace(number=number, seconds=sent.seconds * share)
 
 
+def _in_turn(one: CollectiveTemplate, calibration: Calibration) -> bool:
+    """Whether nothing runs beside a collective, by the software's own schedule."""
+    fused = one.term == "tensor" and calibration.collective_matmul
+    return calibration.in_turn and one.side == "critical" and not fused
+
+
+def _least_in_turn(b: BlockTime, found: Iterable[tuple[CollectiveTemplate, Num]]) -> Num:
+    """Seconds of one copy's collectives that nothing runs beside, of those `found` with their bounds.
+
+    Products that make gradients of weights alone may run beside what gradients of activations wait for.
+    """
+    before: Num = 0.0
+    beside: Num = 0.0
+    for one, bound in found:
+        remade = bound if one.when is Pass.FORWARD else bound * (one.remade / one.count)
+        before, beside = before + remade, beside + (bound - remade)
+    return before + maximum(beside - b.compute["weights"].busy, 0.0)
+
+
 def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledger: Ledger | None = None) -> None:
     """Add what all copies of a block send in its passes: exposed activations, what sticks out of weights and gradients.
 
@@ -214,6 +234,7 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
     going: _Sides = {}
     coming: _Sides = {}
     bounds, serial = Sums(), Sums()
+    in_turn: list[tuple[CollectiveTemplate, Num]] = []
     for one in b.collectives:
         if one.when is Pass.STEP:
             once.add(one.key.mesh_axes)
@@ -222,6 +243,8 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
         if prices.rates.bounded:
             bounds.add(one.term, bound)
             serial.add(one.part, sent.seconds)
+            if _in_turn(one, calibration):
+                in_turn.append((one, bound))
         sides = going if one.when is Pass.FORWARD else coming
         for some, side in _split(sent, calibration):
             _put(sides, some, side, one.part, noted=ledger is not None)
@@ -232,6 +255,8 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
             serial.add("backward", again.seconds)
             for some, side in _split(again, calibration):
                 _put(coming, some, side, "backward", noted=ledger is not None)
+    if in_turn:
+        sums.resources.add("in_turn", count * _least_in_turn(b, in_turn))
     for term, seconds in bounds.items():
         sums.resources.add(term, count * seconds)
     for name, seconds in serial.items():

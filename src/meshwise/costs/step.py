@@ -24,8 +24,9 @@ The rule for the *expected* time, stated once:
 6. What lives in the host's memory streams over the host link, hidden behind the compute of its own layer and pass, or
    behind the last backward pass, as far as that lasts (`offload`).
 
-*Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. *Upper* hides
-nothing.
+*Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. Where software runs
+what rule 2 leaves on the critical path beside nothing at all (`in_turn`), these collectives come on top of the busier
+of matrix unit and memory. *Upper* hides nothing.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class StepTime:
         terms: exposed seconds by name; they add up to `expected`.
         hidden: seconds of communication that were hidden, by the same names.
         lower, expected, upper: seconds.
-        resources: seconds that each resource is busy at data-sheet rates: "compute", "hbm", and the network by use.
+        resources: seconds that each resource is busy at data-sheet rates: "compute", "hbm", and the network by use;
+            "in_turn", the busier of the first two, then collectives that nothing runs beside, where software has such.
         flops: on the matrix unit of one chip, recomputation included.
     """
 

@@ -98,6 +98,8 @@ def step_time(
     waited = {name: waits * seconds for name, seconds in parts.sums["layer"].resources.items()}
     update = {"compute": optimizer_matmul, "hbm": optimizer}
     resources = _NO_RESOURCES | _in_step(micro.resources, microbatches, waited, once.bounds, update)
+    if "in_turn" in resources:
+        resources["in_turn"] = resources["in_turn"] + maximum(resources["compute"], resources["hbm"])
     nothing_hidden = _nothing_hidden(parts, pipeline, shares, send)
     if ledger is not None:
         ledger.pipeline, ledger.times, ledger.nothing_hidden = pipeline, times, nothing_hidden
@@ -217,6 +219,8 @@ def _free(purpose: Purpose, calibration: Calibration, shape: PipelineShape) -> N
         return float("weights" not in calibration.late_once)
     if {"whole", "gradients"} & {*calibration.late_once}:
         return 0.0
+    if "accumulated" in calibration.late_once:
+        return where(shape.num_microbatches > 1, 0.0, 1.0)
     return where(shape.stages > 1, 0.0, 1.0) if "pipelines" in calibration.late_once else 1.0
 
 

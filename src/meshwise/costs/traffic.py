@@ -70,6 +70,7 @@ class CollectiveTemplate:
         late: how many of them only gradients of weights wait for: inputs of matmuls that are gathered once more.
         early: how many of them sum gradients of a matmul's inputs, which those of its weights need not wait for.
         again: how many of them a layer sends once more only where it is recomputed to its end.
+        remade: how many of them what is computed again waits for, before any gradient is made.
         cost: number of the bytes and the key in the program; equal ones take as long.
     """
 
@@ -88,6 +89,7 @@ class CollectiveTemplate:
     late: int
     early: int
     again: int
+    remade: int
     cost: int
 
     def bytes(self, extents: Extents) -> Num:
@@ -151,7 +153,7 @@ class CollectiveLowering:
         makers = {item.op.name: item.output.tensor.kind for item in placed.backward if isinstance(item, LocalOp)}
         late = frozenset(name for name, kind in makers.items() if kind is Kind.GRADIENT)
         return (
-            *(self._template(group, buckets, late, kept) for group, buckets in groups.items()),
+            *(self._template(group, buckets, late, kept, placed.recomputed) for group, buckets in groups.items()),
             *(
                 replace(
                     self._template((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes, ()), items), count=2
@@ -193,7 +195,12 @@ class CollectiveLowering:
         )
 
     def _template(
-        self, group: _Group, buckets: list[Bucket], late: frozenset[str] = frozenset(), kept: Container[str] = ()
+        self,
+        group: _Group,
+        buckets: list[Bucket],
+        late: frozenset[str] = frozenset(),
+        kept: Container[str] = (),
+        recomputed: frozenset[str] = frozenset(),
     ) -> CollectiveTemplate:
         """Lower equal activations, or all weights or gradients of one pass.
 
@@ -202,6 +209,7 @@ class CollectiveLowering:
             buckets: of the pass.
             late: operations that make gradients of weights.
             kept: tensors that are sent in the backward pass.
+            recomputed: operations that this runs again.
         """
         when, purpose, kind, mesh_axes, _ = group
         one_by_one = purpose in _ONE_BY_ONE
@@ -219,6 +227,7 @@ class CollectiveLowering:
         waiting = [b for b in activations if b[0].waits in late]
         summed = [b for b in activations if kind in _SUMS and b[0].tensor.name.startswith(_GRADIENT)]
         again = [b for b in activations if b[0].tensor.name not in kept]
+        remade = [b for b in activations if b[0].waits in recomputed]
         return CollectiveTemplate(
             name=", ".join(dict.fromkeys(t.tensor.name for t in items)),
             when=when,
@@ -235,6 +244,7 @@ class CollectiveLowering:
             late=len(waiting) if when is Pass.BACKWARD else 0,
             early=len(summed) if when is Pass.BACKWARD else 0,
             again=len(again) if when is Pass.FORWARD else 0,
+            remade=len(remade) if when is Pass.BACKWARD else 0,
             cost=self.costs((num_bytes, scaled_by, key)),
         )
 

@@ -24,9 +24,26 @@ def explain_lower(w: Breakdown, resources: Mapping[str, float]) -> tuple[Explana
     """
     chip = {"compute": _busy_compute, "hbm": _busy_hbm, "host": _busy_host}
     return tuple(
-        chip[name](w, seconds) if name in chip else _busy_network(w, name, seconds)
+        _in_turn(w, resources)
+        if name == "in_turn"
+        else chip[name](w, seconds)
+        if name in chip
+        else _busy_network(w, name, seconds)
         for name, seconds in resources.items()
         if seconds
+    )
+
+
+def _in_turn(w: Breakdown, resources: Mapping[str, float]) -> Explanation:
+    """The chip, and after it what its software sends while nothing is computed."""
+    busier = max(resources["compute"], resources["hbm"])
+    return Explanation(
+        "busy: in turn",
+        "max(compute, HBM) + collectives that what comes next waits for (rule 2), at data-sheet bandwidth; of those of "
+        "the backward pass what products for gradients of weights may run beside is left out",
+        f"{format_time(busier)} + {format_time(resources['in_turn'] - busier)}",
+        format_time(resources["in_turn"]),
+        f"docs/verify.md: programs that {w.problem.calibration.software} compiles for GPUs hide none of them",
     )
 
 

@@ -29,7 +29,7 @@ _OFF = r"off|false|0|no|none|null|late|exposed|disabled"
 _STATE = rf"(?P<state>on|true|1|yes|hidden|enabled|{_OFF})"
 
 #: Traffic once a step -> what of `LATE_ONCE` is of it.
-_ONCE = {"gradients": ("gradients", "whole", "pipelines"), "weights": ("weights",)}
+_ONCE = {"gradients": ("gradients", "whole", "pipelines", "accumulated"), "weights": ("weights",)}
 
 #: A source's words for the dispatcher of a mixture -> whether a token is sent once to each destination.
 _DEEP = r"deep-?ep|hybrid-?ep"

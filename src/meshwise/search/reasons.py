@@ -74,7 +74,8 @@ def _mix(plan: Plan, whole: Fabric) -> str:
 
 def _busiest(plan: Plan) -> str:
     """The two busiest resources at data-sheet rates."""
-    busy = sorted(plan.estimate.resources.items(), key=lambda item: -item[1])
+    found = {name: seconds for name, seconds in plan.estimate.resources.items() if name != "in_turn"}
+    busy = sorted(found.items(), key=lambda item: -item[1])
     words = {"compute": "the matrix units", "hbm": "HBM", "stage": "the stage network"}
     (first, most), (second, next_most) = busy[:2]
     names = [words.get(n, f"the {n} network") for n in (first, second)]
