@@ -21,7 +21,7 @@ from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload
 from meshwise.costs.overlap import RoleSums, role_sums
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.routing import expert_load, room_over_mean
+from meshwise.costs.routing import dropless_capacity, expert_load
 from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
 from meshwise.costs.traffic import CollectiveTemplate
@@ -30,7 +30,7 @@ from meshwise.sharding.placed import Held, Purpose
 
 #: Slots of an expert that a device has room for, where no token may be dropped and none is known before it comes:
 #: programs of XLA have shapes that are known beforehand.
-_ROOM = "room"
+_CAPACITY = "capacity"
 
 #: Purposes of what moves for the activations of a microbatch.
 _OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
@@ -102,8 +102,8 @@ def evaluate_local_memory(
 ) -> tuple[LocalMemory, ...]:
     """The memory alone of `evaluate_local`; arguments as there."""
     extents = prices.extents
-    if _ROOM in extents.sizes:
-        extents = Extents(extents.symbols, {**extents.sizes, "C": extents.sizes[_ROOM]}, extents.mesh)
+    if _CAPACITY in extents.sizes:
+        extents = Extents(extents.symbols, {**extents.sizes, "C": extents.sizes[_CAPACITY]}, extents.mesh)
     return tuple(_local_memory(problem, b, extents) for b in problem.lowered.training(structure))
 
 
@@ -186,7 +186,7 @@ def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
         experts, chosen = bound["E"], bound["top_k"]
         scatter = (experts - chosen) / max(experts - 1, 1)  # a token's experts differ
         if problem.calibration.compiled and problem.cluster.chip.vendor == "nvidia" and not problem.job.capacity_factor:
-            bound[_ROOM] = bound["C"] * room_over_mean(experts, chosen, devices)
+            bound[_CAPACITY] = bound["C"] * dropless_capacity(experts, chosen, devices)
         bound["C"] = bound["C"] * expert_load(problem.job, tokens * chosen, devices, scatter=scatter)
     if structure.loss == "chunked":
         positions = problem.job.seq_len / (sizes.context * sizes.ulysses)

@@ -284,7 +284,10 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     name = software or usual
     if name not in SOFTWARE:
         raise UnknownNameError("software", name, SOFTWARE)
-    return replace(_with(chip, family, SOFTWARE[name]), name="fitted" if name == usual else f"fitted+{name}")
+    found = _with(chip, family, SOFTWARE[name])
+    if name == "xla" and name != usual:  # as programs compiled for GPUs are scheduled (docs/verify.md)
+        found = replace(found, in_turn=True, late_once=("accumulated",))
+    return replace(found, name="fitted" if name == usual else f"fitted+{name}")
 
 
 def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
@@ -292,7 +295,6 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
     own = _CHIPS.get(family.name, _CHIPS["hopper"])
     forward, backward = own.flash_1 if software.flash == 1 else (own.attention, _FLASH_2_BACKWARD)
     on_tpu = family.name == "tpu"
-    on_gpu = software.name == "xla" and not on_tpu  # as compiled programs are scheduled (docs/verify.md)
     gap = 0.0 if on_tpu else _GAP  # a program of XLA runs on a TPU without the host between operations
     overlapped = software.collective_matmul if chip.vendor == "nvidia" else None
     ratio, best = _power_ratio(chip, own), BEST_MATMULS.get(chip.name, family.matmul_efficiency)
@@ -317,12 +319,11 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         links=replace(family.links, efficiency=own.links),
         late_exchange=software.late_exchange,
         compiled=software.name == "xla",
-        in_turn=on_gpu,
         late_gathers=True,
         beside_exchanges=software.beside_exchanges,
         late_sends=software.late_sends,
         late_schedules=software.late_schedules,
-        late_once=("accumulated",) if on_gpu else software.late_once,
+        late_once=software.late_once,
         fused_sequences=software.fused_sequences,
         software=software.name,
         scattered_sends=software.scattered_sends,

@@ -202,10 +202,9 @@ def _some(sent: Sent, number: int) -> Sent:
     return sent if share == 1 else sent._replace(number=number, seconds=sent.seconds * share)
 
 
-def _in_turn(one: CollectiveTemplate, calibration: Calibration) -> bool:
-    """Whether nothing runs beside a collective, by the software's own schedule."""
-    fused = one.term == "tensor" and calibration.collective_matmul
-    return calibration.in_turn and one.side == "critical" and not fused
+def _critical(one: CollectiveTemplate, calibration: Calibration) -> bool:
+    """Whether a collective is fused with no product, where others are of tensor parallelism."""
+    return one.side == "critical" and not (one.term == "tensor" and calibration.collective_matmul)
 
 
 def _least_in_turn(b: BlockTime, found: Iterable[tuple[CollectiveTemplate, Num]]) -> Num:
@@ -234,7 +233,7 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
     going: _Sides = {}
     coming: _Sides = {}
     bounds, serial = Sums(), Sums()
-    in_turn: list[tuple[CollectiveTemplate, Num]] = []
+    waited: list[tuple[CollectiveTemplate, Num]] = []
     for one in b.collectives:
         if one.when is Pass.STEP:
             once.add(one.key.mesh_axes)
@@ -243,8 +242,7 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
         if prices.rates.bounded:
             bounds.add(one.term, bound)
             serial.add(one.part, sent.seconds)
-            if _in_turn(one, calibration):
-                in_turn.append((one, bound))
+            waited.append((one, bound))
         sides = going if one.when is Pass.FORWARD else coming
         for some, side in _split(sent, calibration):
             _put(sides, some, side, one.part, noted=ledger is not None)
@@ -255,7 +253,7 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
             serial.add("backward", again.seconds)
             for some, side in _split(again, calibration):
                 _put(coming, some, side, "backward", noted=ledger is not None)
-    if in_turn:
+    if calibration.in_turn and (in_turn := [(one, bound) for one, bound in waited if _critical(one, calibration)]):
         sums.resources.add("in_turn", count * _least_in_turn(b, in_turn))
     for term, seconds in bounds.items():
         sums.resources.add(term, count * seconds)

@@ -140,12 +140,12 @@ def expert_load(job: TrainingJob | ServingLoad, slots: Num, devices: Num, *, sca
     return 1 + deviations / slots**0.5 + deviations**2 / (6 * slots)
 
 
-def room_over_mean(experts: Num, top_k: Num, devices: Num) -> Num:
+def dropless_capacity(experts: Num, top_k: Num, devices: Num) -> Num:
     """Rows that could come to a device of those that share the experts, over those that come on average.
 
     Every token of all of them could choose as many experts as a device has.
 
-    >>> room_over_mean(32, 4, 8), room_over_mean(8, 2, 8), room_over_mean(128, 8, 1)
+    >>> dropless_capacity(32, 4, 8), dropless_capacity(8, 2, 8), dropless_capacity(128, 8, 1)
     (8.0, 4.0, 1.0)
     """
     return devices * minimum(top_k, experts / devices) / top_k

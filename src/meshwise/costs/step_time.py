@@ -97,9 +97,7 @@ def step_time(
     waits = schedule.waits(shape) * _least(pipeline, shares)
     waited = {name: waits * seconds for name, seconds in parts.sums["layer"].resources.items()}
     update = {"compute": optimizer_matmul, "hbm": optimizer}
-    resources = _NO_RESOURCES | _in_step(micro.resources, microbatches, waited, once.bounds, update)
-    if "in_turn" in resources:
-        resources["in_turn"] = resources["in_turn"] + maximum(resources["compute"], resources["hbm"])
+    resources = _NO_RESOURCES | _with_turns(_in_step(micro.resources, microbatches, waited, once.bounds, update))
     nothing_hidden = _nothing_hidden(parts, pipeline, shares, send)
     if ledger is not None:
         ledger.pipeline, ledger.times, ledger.nothing_hidden = pipeline, times, nothing_hidden
@@ -117,6 +115,13 @@ def step_time(
         resources=resources,
         flops=microbatches * micro.flops["flops"],
     )
+
+
+def _with_turns(resources: Sums) -> Sums:
+    """The same where collectives that nothing runs beside come after the busier of compute and HBM."""
+    if "in_turn" in resources:
+        resources["in_turn"] = resources["in_turn"] + maximum(resources.get("compute", 0.0), resources["hbm"])
+    return resources
 
 
 def _hide_exchanges(micro: RoleSums, saved: Num, pairs: Num, shape: PipelineShape) -> Num:
