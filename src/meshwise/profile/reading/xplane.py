@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -37,6 +37,12 @@ _DEVICE = re.compile(r"/device:(?P<kind>TPU|GPU|[A-Z]+):(?P<number>\d+)(?P<part>
 _NANOSECOND = 1000
 #: Lines of a TPU whose events are operations.
 _OPERATIONS = ("XLA Ops", "Async XLA Ops")
+
+#: Statistics of a host's events that are read: of steps, of launches, of what a CPU device runs.
+_OF_HOSTS = (
+    *("step_num", "correlation_id", "hlo_op", "hlo_module", "device_ordinal", "program_id", "run_id"),
+    *("hlo_category", "tf_op", "name", "flops", "bytes_accessed"),
+)
 
 
 def read_xplane(data: bytes, source: str) -> Trace:
@@ -119,18 +125,20 @@ def _read_host(reader: Reader, plane: Message) -> None:
     names = Names.of(plane)
     texts = {number: str(metadata.name) for number, metadata in names.events.items()}
     known = {number for number, text in texts.items() if not text.startswith(("$", "end: ", "ThreadpoolListener"))}
+    wanted = names.named(*_OF_HOSTS)
     cpus: dict[int, dict[str, StreamBuilder]] = {}
     for line in plane.lines:
-        base, stream = line.timestamp_ns * _NANOSECOND, partial(_cpu_stream, cpus, line)
+        base, stream = line.timestamp_ns * _NANOSECOND, cache(partial(_cpu_stream, cpus, line))
         rows: list[tuple[int, int, int]] = []
         for event in line.events:
             if event.metadata_id not in known:
                 continue
-            start, text = base + event.offset_ps, texts[event.metadata_id]
-            if event.stats and _host_event(reader, names.values(event.stats), event, (start, text), stream):
+            start, duration, text = base + event.offset_ps, event.duration_ps, texts[event.metadata_id]
+            stats = names.some(event.stats, wanted)
+            if stats and _host_event(reader, stats, (start, duration, text), stream):
                 continue
-            if event.duration_ps:
-                rows.append((start, event.duration_ps, reader.texts.setdefault(text, len(reader.texts))))
+            if duration:
+                rows.append((start, duration, reader.texts.setdefault(text, len(reader.texts))))
         if rows:
             columns = np.array(sorted(rows), dtype=np.int64)
             name = line.display_name or line.name
@@ -152,24 +160,23 @@ def _cpu_stream(cpus: dict[int, dict[str, StreamBuilder]], line: Message, number
 def _host_event(
     reader: Reader,
     stats: dict[str, object],
-    event: Message,
-    about: tuple[int, str],
+    about: tuple[int, int, str],
     stream: Callable[[int], StreamBuilder],
 ) -> bool:
-    """Read an event with statistics, its start and its name; say whether it is an operation of a CPU device."""
-    start, text = about
+    """Read an event with statistics: its start, duration and name; say whether it is an operation of a CPU device."""
+    start, duration, text = about
     if "step_num" in stats:
-        reader.markers.append(Marker(f"{text} {stats['step_num']}", start, event.duration_ps))
+        reader.markers.append(Marker(f"{text} {stats['step_num']}", start, duration))
     correlation = stats.get("correlation_id")
     if isinstance(correlation, int):
         reader.launches[correlation] = start
     if "hlo_op" not in stats or "device_ordinal" not in stats or correlation is not None:
         return False
-    key = stats["hlo_op"], stats.get("program_id"), stats.get("hlo_module"), event.metadata_id
+    key = stats["hlo_op"], stats.get("program_id"), stats.get("hlo_module"), text
     op = reader.known.get(key)
     if op is None:
         op = reader.known[key] = reader.ops.index(hlo_kind(reader, str(stats["hlo_op"]), stats, text))
-    stream(int(str(stats["device_ordinal"]))).add(start, event.duration_ps, op, start, _run(stats))
+    stream(int(str(stats["device_ordinal"]))).add(start, duration, op, start, _run(stats))
     return True
 
 
