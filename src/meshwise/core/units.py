@@ -137,6 +137,10 @@ def parse_fraction(text: str, what: str = "fraction") -> float:
     return share
 
 
+#: Below such a share of the smallest unit numbers have an exponent: zeros would fill a line.
+_TINY = 1e-6
+
+
 def _scaled(value: float, steps: list[tuple[float, str]], digits: int = 3) -> str:
     """Show `value` in the largest of `steps` that leaves at least one before the point."""
     if value == 0:
@@ -144,6 +148,8 @@ def _scaled(value: float, steps: list[tuple[float, str]], digits: int = 3) -> st
     if not math.isfinite(value):
         return str(value)
     size, unit = next(((s, u) for s, u in steps if abs(value) >= s * (1 - 5e-4)), steps[-1])
+    if abs(value) < _TINY * size:
+        return f"{value / size:.{digits}g} {unit}".rstrip()
     return f"{_round(value / size, digits)} {unit}".rstrip()
 
 
@@ -201,6 +207,8 @@ def format_time(value: float) -> str:
 
     >>> format_time(0.000560), format_time(6.07)
     ('560 us', '6.07 s')
+    >>> format_time(3.6e-298)
+    '3.6e-289 ns'
     """
     return _scaled(value, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
 
