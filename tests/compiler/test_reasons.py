@@ -276,6 +276,12 @@ def test_keys_and_values_may_go_round_and_once_more_for_what_is_computed_again()
         "permute over x": {"ring": 180.0, "again": 60.0, "wider format": 30.0, "unexplained": 30.0},
     }
     assert reasons(expected, sends[:1])["permute over x"] == {"ring": 180.0, "again": 60.0}
+    sized = [replace(one, size=4) for one in expected]  # sums of gradients go home, a third of three steps
+    assert reasons(sized, [*sends[:1], found("permute", X, 20 * MB)])["permute over x"] == {
+        "ring": 200.0,
+        "again": 60.0,
+    }
+    assert reasons(sized, sends[:1])["permute over x"] == {"ring": 180.0, "again": 60.0}
 
 
 def test_a_ring_leaves_the_scatters_of_gradients_over_its_axis_to_them():

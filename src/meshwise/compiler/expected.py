@@ -141,6 +141,7 @@ class ExpectedCollective:
         received: bytes that one device receives in a step.
         reason: why the program has them and the plan does not; "" for those of the plan.
         slots: slots of experts that the program moves for each that the plan counts.
+        size: members of a group, 0 where nothing asks for it.
     """
 
     block: str
@@ -153,6 +154,7 @@ class ExpectedCollective:
     received: float
     reason: str = ""
     slots: float = 1.0
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,7 @@ def _collective(block: str, sent: Sent, layout: Layout, slots: float) -> Expecte
         count=sent.number,
         received=sent.number * _received(one.key.kind, float(sent.num_bytes), size) if size > 1 else 0.0,
         slots=slots if any(_SLOTS in transfer.tensor.axes for transfer in one.transfers) else 1.0,
+        size=size,
     )
 
 

@@ -149,6 +149,10 @@ def _ring(ledger: _Ledger, expected: Expected) -> None:
         sends = ("permute", e.axes)
         if e.when == "forward" and ledger.left[sends] >= 0.99 * e.received > 0:
             ledger.explain(sends, "again", e.received)
+    for e in going:  # sums of gradients have one step more, home to where their keys are
+        sends = ("permute", e.axes)
+        if e.kind == "reduce-scatter" and e.size > 1 and ledger.left[sends] > 0:
+            ledger.explain(sends, "ring", min(ledger.left[sends], e.received / (e.size - 1)))
 
 
 def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
