@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import meshwise
@@ -86,9 +86,13 @@ def saved(folder, layout):
     return model, step, state
 
 
+def no_space(*_args, **_more):
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
 @pytest.mark.jax
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp-tensor", "pipeline"])
-def test_a_saved_step_is_generated_with_trained_on_and_exported(layout, tmp_path):
+def test_a_saved_step_is_generated_with_trained_on_and_exported(layout, tmp_path, monkeypatch):
     model, step, state = saved(tmp_path / "steps", layout)
     begun = starting_state(step, find_weights(tmp_path / "steps", model))
     for part in ("weights", "master"):
@@ -103,6 +107,11 @@ def test_a_saved_step_is_generated_with_trained_on_and_exported(layout, tmp_path
     jax.tree.map(np.testing.assert_array_equal, ours, published)
     with pytest.raises(MeshwiseError, match="it is there already"):
         meshwise.export_weights(tmp_path / "steps", output=tmp_path / "model")
+    with monkeypatch.context() as full:
+        full.setattr("safetensors.numpy.save_file", no_space)
+        with pytest.raises(MeshwiseError, match="No space left"):
+            meshwise.export_weights(tmp_path / "steps", output=tmp_path / "more")
+    assert not list(tmp_path.glob("more*"))
     with pytest.raises(ConfigError, match="the step is of model 'mine', expected llama-3-8b"):
         find_weights(tmp_path / "steps", load_model("llama-3-8b"))
     next((tmp_path / "steps" / "step-00000003" / "state").rglob("d/*")).write_bytes(b"torn")

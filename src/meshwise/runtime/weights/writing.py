@@ -76,6 +76,7 @@ def write_weights(model: Model, read: Arrays, folder: Path, *, itemsize: int, dt
         write_whole(unfinished / "config.json", json.dumps(config, indent=2) + "\n")
         unfinished.rename(folder)
     except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise MeshwiseError(f"--output {folder}: {error.strerror or error}") from None
     return Written(folder, (*files, "config.json"), tensors, total, config)
 
@@ -85,7 +86,8 @@ def _write_all(published: Published, read: Arrays, folder: Path, itemsize: int) 
 
     Returns: names of files, number of tensors, their bytes.
     """
-    from safetensors.numpy import save_file  # noqa: PLC0415 -- loaded when weights are written
+    from safetensors import SafetensorError  # noqa: PLC0415 -- loaded when weights are written
+    from safetensors.numpy import save_file  # noqa: PLC0415 -- as above
 
     tensors = list(_tensors(published))
     names: dict[str, str] = {}
@@ -101,7 +103,10 @@ def _write_all(published: Published, read: Arrays, folder: Path, itemsize: int) 
         held[tensor.name] = tensor.give(last[1])
         names[tensor.name] = files[number]
         if following != number:
-            save_file(held, folder / files[number], metadata={"format": "pt"})
+            try:
+                save_file(held, folder / files[number], metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk is one, too
+                raise OSError(str(error)) from None
             held = {}
     if count > 1:
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
