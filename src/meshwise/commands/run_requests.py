@@ -81,8 +81,8 @@ class RunRequest(ExecutionRequest):
     """Decoupled weight decay, times the learning rate; by default 0.1."""
     unroll_layers: bool = False
     """Write the loop over layers out: what the backward pass reads stays where it was made, and is copied into no
-    stack of all layers. On GPUs a step is faster so, compiling takes longer, and memory is not quite what 'verify'
-    finds."""
+    stack of all layers. On GPUs a step is faster so, and compiling takes longer; memory differs by a few percent from
+    what 'verify' finds, which compiles loops."""
     metrics: Annotated[str | None, Flag("FILE")] = None
     """Add a line of JSON for each step to this file: loss, learning rate, seconds, tokens/s, norms, evaluations."""
     keep: int | None = Field(default=None, ge=1, le=10**6)

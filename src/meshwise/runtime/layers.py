@@ -105,7 +105,8 @@ class Stack:
     def layer(self, segment: Segment, run: Run) -> Callable[[jax.Array, Arrays], jax.Array]:
         """One layer of a run: from the residual stream and its weights to the stream after it."""
         policy = self.policy if run.remat else _KEEP_ALL
-        return self._keeping(self.block(run.block), policy, looped=segment.times * run.count > 1)
+        looped = segment.times * run.count > 1 and not self.unroll
+        return self._keeping(self.block(run.block), policy, looped=looped)
 
     def _layer(
         self, block: Block, recomputed: frozenset[str] = frozenset()
