@@ -143,7 +143,7 @@ def layer_by_layer(name, folder):
 @pytest.mark.jax
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_layer_by_layer_gives_the_same_logits_and_pages(name, tmp_path):
-    """Weights and pages of each layer apart, as on a CPU; windows of one layer in several, and none."""
+    """Weights and pages of each layer apart, as on CPUs and GPUs; windows of one layer in several, and none."""
     layer_by_layer(name, tmp_path)
 
 

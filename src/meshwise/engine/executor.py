@@ -26,19 +26,22 @@ def plan_buckets(scheduling: Scheduling, longest: int, fewest: int = 1) -> list[
 
     >>> [tuple(b) for b in plan_buckets(Scheduling(max_batch=4, max_step_tokens=64), 64)]
     [(1, 0, 1), (2, 0, 2), (4, 0, 4), (0, 16, 1), (0, 32, 2), (0, 64, 4), (0, 128, 4)]
+    >>> [tuple(b) for b in plan_buckets(Scheduling("chunked", max_batch=1, max_step_tokens=16), 16, fewest=2)]
+    [(2, 0, 2), (0, 16, 2), (0, 32, 2), (2, 16, 3), (2, 32, 3)]
 
     Args:
         scheduling: of the engine.
         longest: tokens of the longest prompt, which may go alone.
-        fewest: sequences that the smallest step decodes, filled up.
+        fewest: rows that are multiplied by weights at least, filled up.
     """
     most = scheduling.max_batch
     decode = [Bucket(n, 0, n) for n in sorted({max(n, fewest) for n in _powers(1, most)})]
     # Each prompt of a step is filled up to whole rows.
     largest = max(longest, scheduling.max_step_tokens) + (ROW - 1) * min(most, scheduling.max_step_tokens)
-    prefill = [Bucket(0, n, min(most, n // ROW)) for n in _powers(ROW, largest)]
-    mixed = [Bucket(most, b.prefill, most + b.logits) for b in prefill] if scheduling.policy == "chunked" else []
-    return [*decode, *prefill, *mixed]
+    asked = {n: min(most, n // ROW) for n in _powers(ROW, largest)}
+    prefill = [Bucket(0, n, max(logits, fewest)) for n, logits in asked.items()]
+    mixed = [Bucket(max(most, fewest), n, max(most, fewest) + logits) for n, logits in asked.items()]
+    return [*decode, *prefill, *(mixed if scheduling.policy == "chunked" else ())]
 
 
 def _powers(least: int, most: int) -> list[int]:

@@ -230,9 +230,7 @@ def _pool(
     for number, devices in enumerate(groups, 1):
         which = "" if kind.replicas == 1 else f"replica {number} of {kind.replicas}: "
         progress(f"{which}reading weights")
-        made = form(kind.layout, devices, pages=blocks)
-        if devices[0].platform == "gpu" or (on_cpu and len(devices) == 1):
-            made = LayeredModel.of(made)
+        made = LayeredModel.where_faster(form(kind.layout, devices, pages=blocks))
         values, told = weights_of(made), partial(_tell, progress, which)
         flags: Any = {"constrained": is_installed(), "sends": sends, "ahead": ahead}
         executors.append(JaxExecutor(made, values, scheduling, longest, told, **flags))

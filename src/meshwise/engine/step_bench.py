@@ -41,9 +41,9 @@ def time_engine_step(device: Any, layers: int, batch: int, seconds: float) -> Sa
     scheduling = Scheduling("prefill-first", batch, ROW)
     pages = batch * _LENGTH // 16
     model = paged_model(tiny_model(layers), ServingLayout(), [device], pages=pages, page_tokens=16, dtype=DType.FP32)
-    buckets = [Bucket(batch, 0, batch), Bucket(0, ROW * batch, batch)]
-    if device.platform == "cpu":
-        model = LayeredModel.of(model)
+    model = LayeredModel.where_faster(model)
+    rows = max(batch, model.fewest_rows)
+    buckets = [Bucket(rows, 0, rows), Bucket(0, ROW * batch, rows)]
     executor = JaxExecutor(model, model.initial_weights(0), scheduling, _LENGTH, buckets=buckets)
     engine = Engine(scheduling, pages, executor)
     times: list[float] = []

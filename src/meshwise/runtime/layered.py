@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwise.runtime.devices import one_at_a_time
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.paged import PagedStep, Rows
 from meshwise.runtime.params import Run, Tree
@@ -35,6 +36,13 @@ class LayeredModel(PagedModel):
     def of(cls, model: PagedModel) -> LayeredModel:
         """The same model, run layer by layer."""
         return cls(**{f.name: getattr(model, f.name) for f in fields(model)})
+
+    @classmethod
+    def where_faster(cls, model: PagedModel) -> PagedModel:
+        """The model as an engine runs it: layer by layer on GPUs, and on one device of a CPU."""
+        placement = model.stack.placement
+        faster = placement.platform == "gpu" or (placement.platform == "cpu" and placement.mesh.size == 1)
+        return cls.of(model) if faster else model
 
     @cached_property
     def _order(self) -> list[tuple[Run, int]]:
@@ -107,16 +115,7 @@ class LayeredModel(PagedModel):
             one = jax.jit(self._one(block), donate_argnums=(0, 2), out_shardings=made)
             layers[block] = one.lower(x, own, pages, arrays).compile()
         head = jax.jit(self._head, out_shardings=whole).lower(ends, x, arrays).compile()
-        order = [layers[run.block] for run, _ in self._order]
-
-        def step(weights: Any, pool: PerLayer, arrays: StepArrays) -> tuple[jax.Array, PerLayer]:
-            arrays = jax.device_put(arrays, whole)
-            x = embed(weights["ends"], arrays)
-            for place, layer in enumerate(order):
-                x, pool[place] = layer(x, weights["layers"][place], pool[place], arrays)
-            return head(weights["ends"], x, arrays), pool
-
-        return step
+        return LayeredStep(embed, [layers[run.block] for run, _ in self._order], head, whole)
 
     def _of_one(self, run: Run, name: str) -> Any:
         """Shape, format and sharding of one layer's weight."""
@@ -147,6 +146,34 @@ class LayeredModel(PagedModel):
     def _head(self, ends: Tree, x: jax.Array, arrays: StepArrays) -> jax.Array:
         wanted = jnp.take(x, arrays.last, axis=1)
         return self.stack.logits(ends, wanted, arrays.positions[arrays.last])[0].astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class LayeredStep:
+    """A step of compiled programs, one after the other.
+
+    Args:
+        embed, layers, head: from tokens to the residual stream, of each layer in order, and to logits.
+        whole: sharding of what all devices have.
+    """
+
+    embed: Any
+    layers: list[Any]
+    head: Any
+    whole: Any
+
+    def __call__(self, weights: Any, pool: PerLayer, arrays: StepArrays) -> tuple[jax.Array, PerLayer]:
+        """As a program of `PagedModel`; pages are changed where they are in the pool."""
+        after = one_at_a_time if self.whole.mesh.size > 1 else _at_once
+        arrays = jax.device_put(arrays, self.whole)
+        x = self.embed(weights["ends"], arrays)
+        for place, layer in enumerate(self.layers):
+            x, pool[place] = after(layer(x, weights["layers"][place], pool[place], arrays))
+        return self.head(weights["ends"], x, arrays), pool
+
+
+def _at_once(made: Any) -> Any:
+    return made
 
 
 def _held(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:

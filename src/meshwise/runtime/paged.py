@@ -96,7 +96,7 @@ def attend_paged(
             shape = (table.shape[0], rows.queries)
             grouped = q[0, own].reshape(*shape, *q.shape[2:])
             there = (positions[own].reshape(shape), pages[own].reshape(shape) >= 0)
-            parts.append(_attend(grouped, (keys, values), table + first, masks, there, placement.platform))
+            parts.append(_attend(grouped, (keys, values), table + first, masks, there, placement.is_nvidia))
             at += rows.tokens
         flat = [tuple(x.reshape(1, -1, *x.shape[2:]) for x in part) for part in parts]
         out, total = (jnp.concatenate(x, axis=1) for x in zip(*flat, strict=True))
@@ -127,10 +127,10 @@ def _attend(  # noqa: PLR0917 -- arrays of one call
     tables: jax.Array,
     masks: Masks,
     there: tuple[jax.Array, jax.Array],
-    platform: str,
+    is_nvidia: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attend_rows`, by the platform's kernel where it has one for what is asked."""
-    if not q.shape[0] or platform not in ("gpu", "cuda"):
+    """As `attend_rows`, by a kernel where there is one for what is asked."""
+    if not q.shape[0] or not is_nvidia:
         return attend_rows(q, pools, tables, masks, there)
     from meshwise.runtime.kernels import gpu_paged  # noqa: PLC0415  (loads Pallas)
 

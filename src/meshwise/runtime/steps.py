@@ -129,7 +129,7 @@ class PagedModel(Decoder):
 
     @property
     def fewest_rows(self) -> int:
-        """Sequences that the smallest step decodes: XLA multiplies one row on GPUs without their matrix units."""
+        """Rows of the smallest step: one alone XLA multiplies without the matrix units of NVIDIA GPUs."""
         return 2 if self.stack.placement.is_nvidia else 1
 
     def empty_pool(self) -> Pool:
