@@ -1,6 +1,8 @@
 """Compiling ahead of time: what is cached, what is refused, and what a message of memory says."""
 
 import gzip
+import importlib.util
+import re
 import subprocess
 import sys
 
@@ -8,10 +10,11 @@ import pytest
 
 from meshwise.compiler import environment
 from meshwise.compiler.compiling import Compiled, cache_folder, compile_ahead, content_key, read_entry, write_entry
+from meshwise.compiler.environment import check_compiler, compiler_versions
 from meshwise.compiler.memory import CompiledMemory, OutOfMemory
-from meshwise.compiler.targets import Target
+from meshwise.compiler.targets import Target, describe_gpu, known_gpus
 from meshwise.core.errors import CompilerError, MissingDependencyError
-from meshwise.hardware import parse_cluster
+from meshwise.hardware import load_chip, parse_cluster
 
 MEMORY = CompiledMemory(arguments=100, outputs=60, temporaries=30, aliased=50, code=5, peak=120)
 TARGET = Target.of(parse_cluster("v5e:2x2"))
@@ -131,6 +134,24 @@ def test_an_absent_compiler_is_named_with_the_line_that_installs_it(monkeypatch,
 
 def _no_parent(name):
     raise ModuleNotFoundError(name)
+
+
+def test_the_compiler_of_cuda_13_is_found_where_it_alone_is(monkeypatch):
+    found = importlib.util.find_spec
+
+    def find(name, *rest):
+        if "xla_cuda" in name:
+            return found("jax") if name.endswith("13") else None
+        return found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    check_compiler("cuda")
+    assert set(compiler_versions("cuda")) >= {"jax", "jaxlib"}, "packages that are not there are left out"
+
+
+@pytest.mark.parametrize("name", known_gpus())
+def test_a_gpu_is_called_as_jax_knows_its_kind(name):
+    assert re.search(r'"NVIDIA (A100|H100|H200|B200|GB200)\b', describe_gpu(load_chip(name)))
 
 
 def test_the_package_is_imported_without_jax():

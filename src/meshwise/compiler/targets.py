@@ -60,7 +60,7 @@ def known_gpus() -> tuple[str, ...]:
 
 
 def describe_gpu(chip: Chip) -> str:
-    """Write the description of one GPU, which has the name of the one that JAX knows of its kind.
+    """Write the description of one GPU, named as JAX names one of its kind.
 
     >>> from meshwise.hardware import load_chip
     >>> "device_memory_size: 8" in describe_gpu(load_chip("h100"))

@@ -30,7 +30,7 @@ _SIZES = (128, 64, 32)
 _UNSEEN, _LEAST = -1e30, -5e29
 
 #: Powers of two are taken faster than of e.
-_UNIT = math.log2(math.e)
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Tile:
     stages: int
 
 
-#: By kernel, for heads of up to 64, 128 and 256: the fastest on an H100 of those tried (benchmarks/kernels.py).
+#: By kernel, for heads of up to 64, 128 and 256; the first two the fastest on an H100 (benchmarks/kernels.py --tiles).
 _TILES = {
     "forward": (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 32, 4, 2)),
     "of_queries": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
@@ -221,7 +221,7 @@ def _scores(  # noqa: PLR0917
     q: jax.Array, k: jax.Array, first_query: Any, first_key: Any, masks: Masks, whole: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Logits of a block [rows, keys], in units of powers of two, and the slope of the cap; `whole`: all are seen."""
-    logits, slope = masks.logits(_dot(q, k.T), _UNIT)
+    logits, slope = masks.logits(_dot(q, k.T), _LOG2_E)
     if whole:
         return logits, slope
     queries = first_query + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
@@ -285,7 +285,7 @@ def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     some = total > 0
     whole = jnp.where(some, total, 1.0)
     _store(out, made / whole[:, None], value)
-    total_ref[...] = jnp.where(some, (jnp.log2(whole) + largest) / _UNIT, -math.inf)
+    total_ref[...] = jnp.where(some, (jnp.log2(whole) + largest) / _LOG2_E, -math.inf)
 
 
 def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
@@ -301,7 +301,7 @@ def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     """Weights of a block of pairs, and gradients of its scores: [rows, keys]."""
     total, d_out, shift = kept
     logits, slope = _scores(q, k, first_query, first_key, masks, whole)
-    weights = jnp.exp2(logits - (total * _UNIT)[:, None])
+    weights = jnp.exp2(logits - (total * _LOG2_E)[:, None])
     d_scores = weights * (_dot(d_out, v.T) + shift[:, None]) * masks.scale
     return weights, d_scores if slope is None else d_scores * slope
 

@@ -20,8 +20,8 @@ from meshwise.runtime.kernels.counted import says
 
 _triton: Any = triton_module
 
-#: Columns of operands that a program reads at a time, and rows of each group. These, and the sizes of blocks, are the
-#: fastest on an H100 of those tried (benchmarks/kernels.py), over 256 to 2,048 rows of a group.
+#: Columns of operands that a program reads at a time, and rows of each group. These, and the sizes of blocks, were the
+#: fastest on an H100 of some dozen tried, over 256 to 2,048 rows of a group.
 _DEPTH, _ROWS = 64, 32
 
 #: Rows of the largest block, and columns that are tried beside it, and otherwise.
@@ -135,7 +135,7 @@ def unwritten(shape: tuple[int, ...], like: jax.Array, *, interpret: bool = Fals
 
 
 def _block(mean: int, groups: int) -> int:
-    """Rows of a block: as many as matrix units take where a group has them, more where it has four times as many."""
+    """Rows of a block: 128 where a group has 512 and more, else a power of two from 16 to 64."""
     each = max(mean // groups, 1)
     return _WIDEST if each >= 4 * _WIDEST else min(max(1 << (each.bit_length() - 1), 16), 64)
 

@@ -19,9 +19,9 @@ from meshwise.runtime.kernels.masks import Masks
 
 _triton: Any = triton_module
 
-#: Keys that are read at a time, and queries (of all heads that read the same keys) that a program holds: the fastest of
-#: those tried on an H100 over few and many rows, and prompts (benchmarks/kernels.py).
-_KEYS, _QUERIES = 128, 64
+#: Keys that are read at a time, and queries (of all heads that read the same keys) that a program holds. On an H100 128
+#: keys were 3 % faster over few and many rows, and prompts; 64 were 10 % slower. These fit on smaller GPUs, too.
+_KEYS, _QUERIES = 32, 64
 
 #: Programs that keep a chip busy: about two for each of its processors.
 _PROGRAMS = 256
@@ -91,7 +91,7 @@ def attend_rows(  # noqa: PLR0917 -- as of `paged.attend_rows`, and bounds
         ),
         out_specs=tuple(_of_queries(held, blocks, more) for more in ((value,), (), ())),
         out_shape=tuple(jax.ShapeDtypeStruct((*shape, *more), jnp.float32) for more in ((value,), (), ())),
-        compiler_params=_triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="attend_pages",
     )(numbers, places, tables, own, keys, values)

@@ -48,7 +48,7 @@ class Masks:
         return seen
 
     def logits(self, scores: jax.Array, unit: float = 1.0) -> tuple[jax.Array, jax.Array | None]:
-        """Logits of q . k, in units of 1 / `unit`, and what they grow by as it grows, over the scale; None for one."""
+        """Logits of q . k times `unit`, and what they grow by as it grows, over scale and unit; None without a cap."""
         if self.cap is None:
             return scores * (self.scale * unit), None
         bent = jnp.tanh(scores * (self.scale / self.cap))
