@@ -65,7 +65,7 @@ def found(rows, *graphs):
     nodes = GraphNodes()
     for number, kernels in enumerate(graphs):
         for node, (kernel, details) in enumerate(kernels):
-            nodes.add("step", f"command_buffer_{number}", number, node, kernel, details)
+            nodes.add(("step", number, node), f"command_buffer_{number}", kernel, details)
     known = nodes.instructions({"step": Program(rows)})
     return [[known.get(("step", n, node)) for node in range(len(kernels))] for n, kernels in enumerate(graphs)]
 
@@ -131,7 +131,29 @@ def test_graphs_that_were_made_again_are_of_the_same_instructions():
     nodes = GraphNodes()
     for graph in (4, 9):
         for node, kernel in enumerate(("loop_add_fusion_1", "loop_add_fusion_1", "nvjet_1")):
-            nodes.add("step", "command_buffer_7", graph, node, kernel, "")
+            nodes.add(("step", graph, node), "command_buffer_7", kernel, "")
     known = nodes.instructions({"step": Program(rows)})
     expected = ["loop_add_fusion.1", "loop_add_fusion.2", "a.1"]
     assert [[known["step", graph, n] for n in range(3)] for graph in (4, 9)] == [expected, expected]
+
+
+def test_nothing_is_two_kernels():
+    """What two graphs could claim, or a copy of a size that is not said, goes by the kernel's own name."""
+    rows = [fusion("loop_add_fusion"), product("a.1"), fusion("loop_exp_fusion")]
+    assert found(rows, kernels("loop_add_fusion", "nvjet_1"), kernels("loop_exp_fusion", "nvjet_1")) == [
+        ["loop_add_fusion", None], ["loop_exp_fusion", None]
+    ]  # fmt: skip
+    rows = [fusion("loop_add_fusion"), copied("copy.1", MIB), fusion("loop_exp_fusion")]
+    own = [*kernels("loop_add_fusion", "loop_exp_fusion", "memcpy128"), ("memcpy128", "grid:256,1,1 block:256,1,1")]
+    assert found(rows, own) == [["loop_add_fusion", "loop_exp_fusion", None, "copy.1"]]
+
+
+def test_collectives_follow_one_another_by_kind():
+    rows = [fusion("loop_add_fusion"), ("all-gather-start.1", "all-gather-start", "", None), fusion("loop_exp_fusion")]
+    nodes = GraphNodes()
+    for node, kernel in enumerate(("loop_add_fusion", "ncclDevKernel_AllGather_RING_LL", "loop_exp_fusion")):
+        nodes.add(("step", 0, node), "command_buffer", kernel, "")
+    sent = [Scheduled(*row[:3], "", row[3], "all-gather" if "gather" in row[0] else "") for row in rows]
+    program = Program([])
+    program.schedules = lambda: iter([sent])
+    assert nodes.instructions({"step": program})["step", 0, 1] == "all-gather-start.1"

@@ -3,7 +3,8 @@
 The trace names the command buffer, not the instruction. A kernel of XLA's own is called like its fusion, or like a
 fusion that computes the same; libraries' kernels are called otherwise, and copies are all alike. What XLA puts into a
 graph it puts there in the order of its schedule, so the ones with names say which stretch of the schedule a graph is,
-and the others follow one another within it. Not here: what an instruction does (`hlo`).
+and the others follow one another within it; a graph without any is not placed. Not here: what an instruction does
+(`hlo`).
 """
 
 from __future__ import annotations
@@ -11,72 +12,89 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from meshwise.profile.kinds import kernel_category
+from meshwise.profile.kinds import collective_kind, is_collective, kernel_category
 from meshwise.profile.reading.hlo import HloProgram, Scheduled
 
-#: Number of a kernel, its place in the schedule, and the way to those before it.
-_Way: TypeAlias = "tuple[int, int, _Way | None]"
+#: Number of a kernel, its place in the schedule, and the chain to those before it.
+_Chain: TypeAlias = "tuple[int, int, _Chain | None]"
 
 
-class _Sort(Enum):
-    """Kernels that follow one another in an order of their own: those with names of XLA, products, copies."""
+class _Kind(Enum):
+    """Kernels that follow one another in an order of their own: those with names of XLA, libraries', copies."""
 
     NAMED = "named"
     PRODUCT = "product"
-    MOVED = "moved"
+    SENT = "sent"
+    COPIED = "copied"
+
+
+#: What tells kernels of a kind apart: bytes of a copy, the kind of a collective; None if nothing does.
+_Size: TypeAlias = "float | str | None"
+
+#: Program (its number, or its name), graph and node.
+NodeKey: TypeAlias = "tuple[int | str, int, int]"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A node of a graph: the kernel's name, its sort, and bytes that it copies."""
+    """A node of a graph: the kernel's name, its kind, and the bytes or the collective that it is."""
 
     name: str
-    sort: _Sort | None
-    moved: float | None = None
+    kind: _Kind | None
+    size: _Size = None
 
 
 @dataclass
 class GraphNodes:
     """Nodes of the graphs of one device's programs, by program and graph, and then by node."""
 
-    graphs: dict[tuple[str, int], dict[int, Kernel]] = field(default_factory=dict)
-    buffers: dict[tuple[str, int], str] = field(default_factory=dict)
+    graphs: dict[tuple[int | str, int], dict[int, Kernel]] = field(default_factory=dict)
+    buffers: dict[tuple[int | str, int], str] = field(default_factory=dict)
 
-    def add(  # noqa: PLR0917 -- what says where one kernel is, and what it is
-        self, program: str, buffer: str, graph: int, node: int, kernel: str, details: str
-    ) -> None:
+    def add(self, key: NodeKey, buffer: str, kernel: str, details: str) -> None:
         """Remember one.
 
         Args:
-            program: its name.
+            key: of the node.
             buffer: name of the command buffer; graphs that were made of it again have the same.
-            graph, node: numbers.
             kernel: its name.
             details: what the trace says of a copy, or of a kernel's threads.
         """
-        sort = _sort(kernel)
-        moved = _copied(kernel, details) if sort is _Sort.MOVED else None
-        self.graphs.setdefault((program, graph), {})[node] = Kernel(kernel, sort, moved)
+        program, graph, node = key
+        kind = _kind(kernel)
+        size: _Size = None
+        if kind is _Kind.COPIED:
+            size = _copied(kernel, details)
+        elif kind is _Kind.SENT:
+            size = collective_kind(kernel)
+        self.graphs.setdefault((program, graph), {})[node] = Kernel(kernel, kind, size)
         self.buffers[program, graph] = buffer
 
-    def instructions(self, programs: Mapping[str, HloProgram]) -> dict[tuple[str, int, int], str]:
-        """The instruction of each node (program, graph, node), as far as it can be told.
+    def is_instruction(self, key: NodeKey) -> bool:
+        """Whether a node is what an instruction does, and not beside it, as what clears a product's workspace."""
+        return self.graphs[key[:2]][key[2]].kind is not None
+
+    def instructions(self, programs: Mapping[int | str, HloProgram]) -> dict[NodeKey, str]:
+        """The instruction of each node, as far as it can be told.
 
         Args:
-            programs: by name.
+            programs: by number or name.
         """
-        found: dict[tuple[str, int, int], str] = {}
-        for name, program in programs.items():
-            own = {graph: nodes for (of, graph), nodes in self.graphs.items() if of == name}
+        found: dict[NodeKey, str] = {}
+        for key, program in programs.items():
+            own = {graph: nodes for (of, graph), nodes in self.graphs.items() if of == key}
+            if not own:
+                continue
             schedules = [[_step(about) for about in schedule] for schedule in program.schedules()]
-            buffers = {graph: buffer for (of, graph), buffer in self.buffers.items() if of == name}
+            buffers = {graph: buffer for (of, graph), buffer in self.buffers.items() if of == key}
             for (graph, node), instruction in _placed(own, buffers, schedules).items():
-                found[name, graph, node] = instruction
+                found[key, graph, node] = instruction
         return found
 
 
@@ -84,7 +102,7 @@ def _placed(
     graphs: Mapping[int, Mapping[int, Kernel]], buffers: Mapping[int, str], schedules: Sequence[Sequence[_Step]]
 ) -> dict[tuple[int, int], str]:
     """Instructions of nodes of one program."""
-    named = {graph: [n for n in sorted(nodes) if nodes[n].sort is _Sort.NAMED] for graph, nodes in graphs.items()}
+    named = {graph: [n for n in sorted(nodes) if nodes[n].kind is _Kind.NAMED] for graph, nodes in graphs.items()}
     names = {graph: [_plain(graphs[graph][n].name) for n in order] for graph, order in named.items()}
     first: dict[str, int] = {}  # of the graphs that were made of a command buffer
     for graph in sorted(graphs, key=lambda g: (-len(named[g]), g)):
@@ -103,7 +121,10 @@ def _placed(
             for other in alike:
                 found |= {(other, n): schedule[p].name for n, p in zip(named[other], there, strict=True) if p >= 0}
             stretches += [_Stretch(g, min(taken), max(taken), frozenset(taken)) for g in alike]
-        found |= {(graph, node): name for graph, node, name in _between(schedule, stretches, graphs)}
+        claims = list(_between(schedule, stretches, graphs))
+        claimed = Counter(dict.fromkeys((place, buffers[graph]) for graph, _, place in claims))
+        several = Counter(place for place, _ in claimed)
+        found |= {(graph, node): schedule[p].name for graph, node, p in claims if several[p] == 1}
     return found
 
 
@@ -131,14 +152,14 @@ def _aligned(names: Sequence[str], schedule: Sequence[_Step]) -> list[int]:
     for place, step in enumerate(schedule):
         for name in step.called:
             where.setdefault(name, []).append(place)
-    ends: list[int] = []  # of the shortest way to as many kernels, the place of the last
-    ways: list[_Way] = []
+    ends: list[int] = []  # of the shortest chain to as many kernels, the place of the last
+    chains: list[_Chain] = []
     for number, name in enumerate(names):
         for place in reversed(where.get(name, ())):
             length = bisect_left(ends, place)
-            way = (number, place, ways[length - 1] if length else None)
-            ends[length : length + 1], ways[length : length + 1] = [place], [way]
-    places, last = [-1] * len(names), ways[-1] if ways else None
+            chain = (number, place, chains[length - 1] if length else None)
+            ends[length : length + 1], chains[length : length + 1] = [place], [chain]
+    places, last = [-1] * len(names), chains[-1] if chains else None
     while last is not None:
         number, place, last = last
         places[number] = place
@@ -153,12 +174,12 @@ def _number(buffer: str) -> int:
 
 @dataclass(frozen=True)
 class _Step:
-    """One scheduled instruction: its name, what sort of kernel it may be, what that may be called, bytes it copies."""
+    """One scheduled instruction: its name, what kind of kernel it may be, what that may be called, as of `Kernel`."""
 
     name: str
-    sort: _Sort
+    kind: _Kind
     called: frozenset[str] = frozenset()
-    moved: float | None = None
+    size: _Size = None
 
 
 @dataclass(frozen=True)
@@ -173,8 +194,8 @@ class _Stretch:
 
 def _between(
     schedule: Sequence[_Step], stretches: Sequence[_Stretch], graphs: Mapping[int, Mapping[int, Kernel]]
-) -> Iterator[tuple[int, int, str]]:
-    """Nodes without names of XLA: as many of a stretch as the schedule has there are these, in order.
+) -> Iterator[tuple[int, int, int]]:
+    """(graph, node, place) of nodes without names of XLA: as many as a stretch has there are these, in order.
 
     A stretch may go beyond its kernels with names, up to those of its neighbours. Copies go by their size as well: what
     is copied beside other work is not put into the graph when it is its turn.
@@ -185,26 +206,29 @@ def _between(
         low = max((end + 1 for end in ends if end < stretch.first), default=0)
         high = min((begin for begin in begins if begin > stretch.last), default=len(schedule))
         bounds = [(b, e) for b in (stretch.first, low) for e in (stretch.last + 1, high)]
-        for sort in (_Sort.PRODUCT, _Sort.MOVED):
-            own = [node for node in sorted(nodes) if nodes[node].sort is sort]
-            best: list[tuple[int, str]] = []
+        for kind in (_Kind.PRODUCT, _Kind.SENT, _Kind.COPIED):
+            own = [(node, nodes[node].size) for node in sorted(nodes) if nodes[node].kind is kind]
+            best: list[tuple[int, int]] = []
             for begin, end in bounds:
                 steps = [
-                    step for at, step in enumerate(schedule[begin:end], begin)
-                    if step.sort is sort and at not in stretch.places
+                    (at, step.size) for at, step in enumerate(schedule[begin:end], begin)
+                    if step.kind is kind and at not in stretch.places
                 ]  # fmt: skip
-                best = max(best, _in_order([(node, nodes[node].moved) for node in own], steps), key=len)
-            yield from ((stretch.graph, node, name) for node, name in best)
+                best = max(best, _in_order(own, steps), key=len)
+            yield from ((stretch.graph, node, place) for node, place in best)
 
 
-def _in_order(nodes: Sequence[tuple[int, float | None]], steps: Sequence[_Step]) -> list[tuple[int, str]]:
-    """Nodes and steps of each size in their orders; none where there are not as many of both."""
-    pairs: list[tuple[int, str]] = []
-    for size in {moved for _, moved in nodes}:
-        own = [node for node, moved in nodes if moved == size]
-        those = [step for step in steps if size is None or step.moved == size]
+def _in_order(nodes: Sequence[tuple[int, _Size]], steps: Sequence[tuple[int, _Size]]) -> list[tuple[int, int]]:
+    """Nodes and places of each size in their orders; none where there are not as many of both.
+
+    What has no size is paired where nothing has one.
+    """
+    sizes, pairs = {size for _, size in nodes}, list[tuple[int, int]]()
+    for size in sizes - {None} or sizes:
+        own = [node for node, of in nodes if of == size]
+        those = [place for place, of in steps if size is None or of == size]
         if len(own) == len(those):
-            pairs += [(node, step.name) for node, step in zip(own, those, strict=True)]
+            pairs += zip(own, those, strict=True)
     return pairs
 
 
@@ -213,10 +237,12 @@ def _step(about: Scheduled) -> _Step:
     name, opcode = about.name, about.opcode
     if opcode == "custom-call":
         if "gemm" in about.target:
-            return _Step(name, _Sort.PRODUCT)
-        return _Step(name, _Sort.NAMED, frozenset(re.findall(r"\w+", about.scope)))  # one is the kernel's own
-    sort = _Sort.NAMED if about.moved is None else _Sort.MOVED
-    return _Step(name, sort, frozenset({_plain(name)}), about.moved)
+            return _Step(name, _Kind.PRODUCT)
+        return _Step(name, _Kind.NAMED, frozenset(re.findall(r"\w+", about.scope)))  # one is the kernel's own
+    if about.sent:
+        return _Step(name, _Kind.SENT, size=about.sent)
+    kind = _Kind.NAMED if about.copied is None else _Kind.COPIED
+    return _Step(name, kind, frozenset({_plain(name)}), about.copied)
 
 
 def _plain(name: str) -> str:
@@ -232,13 +258,15 @@ def _plain(name: str) -> str:
 _PER_THREAD = {"memcpy32_post": 4, "memcpy128": 16}
 
 
-def _sort(kernel: str) -> _Sort | None:
+def _kind(kernel: str) -> _Kind | None:
     if re.match(r"memcpy", kernel, re.IGNORECASE):
-        return _Sort.MOVED
+        return _Kind.COPIED
+    if is_collective(kernel):
+        return _Kind.SENT
     if re.match(r"memset", kernel, re.IGNORECASE) or re.search(r"split_?k\w*reduce", kernel, re.IGNORECASE):
         return None  # beside a product, and no instruction of its own
     library = re.search(r"nvjet|cutlass|cublas|Cijk|xmma|s\d+gemm|gemv", kernel)
-    return _Sort.PRODUCT if library and kernel_category(kernel) == "matmul" else _Sort.NAMED
+    return _Kind.PRODUCT if library and kernel_category(kernel) == "matmul" else _Kind.NAMED
 
 
 def _copied(kernel: str, details: str) -> float | None:

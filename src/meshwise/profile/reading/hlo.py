@@ -67,14 +67,16 @@ class Scheduled:
         name, opcode: its own.
         target: the function of a library that it calls.
         scope: its path of named scopes.
-        moved: bytes that it copies, None if it does anything else.
+        copied: bytes that it copies, None if it does anything else.
+        sent: the kind of collective that it is or begins, "" for others.
     """
 
     name: str
     opcode: str
     target: str
     scope: str
-    moved: float | None
+    copied: float | None
+    sent: str = ""
 
 
 class HloProgram:
@@ -106,11 +108,16 @@ class HloProgram:
         for numbers in self._schedule:
             own = [self._by_id[number] for number in numbers if number in self._by_id]
             yield [
-                Scheduled(i.name, i.opcode, _target(i), i.metadata.op_name, self._moved(i))
-                for i in own if i.opcode not in _NOTHING
+                Scheduled(i.name, i.opcode, _target(i), i.metadata.op_name, self._copied(i), self._sent(i))
+                for i in own if i.opcode not in _NOTHING and not i.opcode.endswith("-done")
             ]  # fmt: skip
 
-    def _moved(self, instruction: Message) -> float | None:
+    def _sent(self, instruction: Message) -> str:
+        """The kind of collective that it is or begins, "" for others."""
+        inside = self._inside(instruction) if instruction.opcode == "async-start" else []
+        return next((_plain(i.opcode) for i in (instruction, *inside) if _plain(i.opcode) in _COLLECTIVES), "")
+
+    def _copied(self, instruction: Message) -> float | None:
         """Bytes that it copies, if that is all that it does."""
         inside = self._inside(instruction) if instruction.opcode in ("fusion", "async-start") else [instruction]
         if any(i.opcode not in _MOVES and i.opcode not in _INDICES for i in inside if i is not instruction):
@@ -156,7 +163,7 @@ class HloProgram:
         flops = sum(self._flops(i) for i in ([instruction] if opcode != "fusion" else inside))
         waits = opcode.endswith("-done")
         said = _COUNTED.search(scope) if opcode == "custom-call" else None
-        part = self._moved(instruction) if opcode == "async-start" else None
+        part = self._copied(instruction) if opcode == "async-start" else None
         whole = sum(map(array_bytes, (*read, *written))) if part is None else 2 * part
         moved = float(said[2]) if said and said[2] else whole
         return OpKind(

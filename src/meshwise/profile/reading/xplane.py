@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwise.profile.chips import chip_of
 from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
-from meshwise.profile.reading.graphs import GraphNodes
+from meshwise.profile.reading.graphs import GraphNodes, NodeKey
 from meshwise.profile.reading.hlo import HloProgram
 from meshwise.profile.reading.protos import BrokenProtoError, Message, parse
 from meshwise.profile.reading.wire import parsed_plane, planes
@@ -80,7 +80,7 @@ def _read_programs(reader: Reader, plane: Message) -> None:
                 continue
             found = re.search(r"\((\d+)\)$", event.name)
             reader.programs[int(found[1]) if found else number] = program
-            reader.by_name[program.name] = program
+            reader.by_name.setdefault(program.name, []).append(program)
 
 
 def _trace(reader: Reader) -> Trace:
@@ -317,28 +317,30 @@ class _Graphs:
     reader: Reader
     nodes: GraphNodes = field(default_factory=GraphNodes)
     lines: list[StreamBuilder] = field(default_factory=list)
-    known: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    known: dict[NodeKey, int] = field(default_factory=dict)
+    programs: dict[int | str, HloProgram] = field(default_factory=dict)
     kernels: list[tuple[str, dict[str, object]]] = field(default_factory=list)
 
     def number(self, kernel: str, stats: dict[str, object]) -> int | None:
         """The number of a kernel, None if it says itself of which instruction it is."""
-        graph, node, name = stats.get("cuda_graph_id"), stats.get("cuda_graph_node_id"), str(stats.get("hlo_module"))
-        program = self.reader.by_name.get(name)
-        if not isinstance(graph, int) or not isinstance(node, int) or program is None or "hlo_op" not in stats:
+        graph, node = stats.get("cuda_graph_id"), stats.get("cuda_graph_node_id")
+        if not graph or not isinstance(graph, int) or not isinstance(node, int) or "hlo_op" not in stats:
             return None
-        if not graph or str(stats["hlo_op"]) in program:
+        number, program = self.reader.program_of(stats)
+        if program is None or str(stats["hlo_op"]) in program:
             return None
-        key = name, graph, node
+        key = number, graph, node
         if key not in self.known:
             details = f"{stats.get('memcpy_details', '')} {stats.get('kernel_details', '')}"
-            self.nodes.add(name, str(stats["hlo_op"]), graph, node, kernel, details)
+            self.nodes.add(key, str(stats["hlo_op"]), kernel, details)
+            self.programs[number] = program
             self.kernels.append((kernel, stats))
             self.known[key] = -len(self.kernels)
         return self.known[key]
 
     def streams(self) -> list[Stream]:
         """What was read, each kernel with its instruction; one whose instruction is not found goes by its own name."""
-        found = self.nodes.instructions(self.reader.by_name) if self.known else {}
+        found = self.nodes.instructions(self.programs)
         ops: dict[int, int] = {}
         for key, number in self.known.items():
             kernel, stats = self.kernels[-number - 1]
@@ -346,7 +348,7 @@ class _Graphs:
             if key in found:
                 own["hlo_op"] = found[key]
             else:
-                self.reader.unplaced += 1
+                self.reader.unplaced += self.nodes.is_instruction(key)
             ops[number] = self.reader.ops.index(_gpu_kind(self.reader, kernel, own))
         for line in self.lines if ops else ():
             line.op = array("i", (ops.get(op, op) for op in line.op))

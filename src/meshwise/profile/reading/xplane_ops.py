@@ -74,7 +74,7 @@ class Reader:
     ops: OpTable = field(default_factory=OpTable)
     known: dict[tuple[object, ...], int] = field(default_factory=dict)
     programs: dict[int, HloProgram] = field(default_factory=dict)
-    by_name: dict[str, HloProgram] = field(default_factory=dict)
+    by_name: dict[str, list[HloProgram]] = field(default_factory=dict)
     devices: dict[tuple[str, int], list[Stream]] = field(default_factory=dict)
     chips: dict[tuple[str, int], str] = field(default_factory=dict)
     numbers: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -86,15 +86,21 @@ class Reader:
     unplaced: int = 0
     broken: int = 0
 
+    def program_of(self, stats: dict[str, object]) -> tuple[int | str, HloProgram | None]:
+        """The program of an event, by its number, else by its name if one alone has it; and what it is known by."""
+        number, name = stats.get("program_id"), str(stats.get("hlo_module", ""))
+        if isinstance(number, int) and number in self.programs:
+            return number, self.programs[number]
+        named = self.by_name.get(name, [])
+        return name, named[0] if len(named) == 1 else None
+
 
 def hlo_kind(reader: Reader, name: str, stats: dict[str, object], text: str) -> OpKind:
     """The operation of an instruction: from its program's HLO, else from the event's own words.
 
     What the trace itself says (a TPU's category, FLOPs, bytes) goes before what is counted here.
     """
-    number = stats.get("program_id")
-    program = reader.programs.get(number) if isinstance(number, int) else None
-    program = program or reader.by_name.get(str(stats.get("hlo_module", "")))
+    _, program = reader.program_of(stats)
     found = program.op(name) if program is not None else None
     if found is None:
         reader.unknown += 1
