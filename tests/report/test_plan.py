@@ -217,7 +217,7 @@ def test_explain_lists_the_constants_of_such_a_calibration():
     text = shown(report, explain=True)
     assert "constant of fitted+eager-2023" in text
     assert "e^(1.28 x sqrt(" in text
-    assert "0.050^2" in text, "a generation without more releases"
+    assert "0.040^2" in text, "a generation without more releases"
 
 
 def test_other_calibrations_have_no_interval(plans):
