@@ -150,7 +150,7 @@ def _as_measured(planning: PlanResult, path: str) -> PlanResult:
     from meshwise.scoring.anchoring import as_measured  # noqa: PLC0415 -- only those who have measured need it
 
     (plan,) = planning.plans
-    own = as_measured(plan.problem, plan.estimate.step_time.expected, path)
+    own = as_measured(plan.problem, plan.problem.job.batch_tokens, plan.estimate.step_time.expected, path)
     if own is plan.problem:
         return planning
     return replace(

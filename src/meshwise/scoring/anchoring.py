@@ -89,17 +89,18 @@ def anchor(problem: TrainingProblem, runs: Sequence[TrainingRun | UnreadRow], wh
     return _slowed(base, used, shared_factor(used))
 
 
-def as_measured(problem: TrainingProblem, expected: float, path: str) -> TrainingProblem:
+def as_measured(problem: TrainingProblem, tokens: float, expected: float, path: str) -> TrainingProblem:
     """An anchored problem where its own layout is among the rows of the file: the step takes what it took.
 
     Args:
         problem: anchored.
+        tokens: of its step.
         expected: seconds of its step; a row of the same size that is expected to take as long is of the same run.
         path: of the rows.
     """
     own = []
     for run in _read(path):
-        if isinstance(run, TrainingRun) and (run.tokens, run.n_chips) == _size(problem):
+        if isinstance(run, TrainingRun) and (run.tokens, run.n_chips) == (tokens, problem.cluster.num_chips):
             found = _predicted(problem, run)
             if isinstance(found, TrainingPrediction) and math.isclose(found.expected, expected, rel_tol=1e-6):
                 own.append(found)
@@ -108,10 +109,6 @@ def as_measured(problem: TrainingProblem, expected: float, path: str) -> Trainin
     base = find_calibration(problem.calibration.name.partition("*")[0], problem.cluster.chip)
     target = statistics.geometric_mean(p.measured / p.expected for p in own)
     return replace(problem, calibration=_slowed(base, own, target).calibration)
-
-
-def _size(problem: TrainingProblem) -> tuple[float, int]:
-    return problem.job.batch_tokens, problem.cluster.num_chips
 
 
 def _slowed(base: Calibration, rows: Sequence[TrainingPrediction], target: float) -> Anchor:
