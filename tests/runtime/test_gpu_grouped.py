@@ -65,7 +65,7 @@ def test_sums_are_wider_than_what_is_multiplied():
 
 
 def test_blocks_are_few_beside_the_rows_of_a_group():
-    assert [gpu_grouped._block(8 * rows, 8) for rows in (0, 40, 64, 500, 512)] == [16, 32, 64, 64, 128]
+    assert [gpu_grouped._block(8 * rows, 8) for rows in (0, 40, 64, 1000, 1024)] == [16, 32, 64, 64, 128]
     assert [gpu_grouped._columns(width, (128, 64)) for width in (64, 96, 128, 192, 2880)] == [64, 64, 128, 64, 128]
 
 

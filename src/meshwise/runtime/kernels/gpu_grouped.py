@@ -135,9 +135,9 @@ def unwritten(shape: tuple[int, ...], like: jax.Array, *, interpret: bool = Fals
 
 
 def _block(mean: int, groups: int) -> int:
-    """Rows of a block: 128 where a group has 512 and more, else a power of two from 16 to 64."""
+    """Rows of a block: 128 where a group has 1,024 and more, else a power of two from 16 to 64."""
     each = max(mean // groups, 1)
-    return _WIDEST if each >= 4 * _WIDEST else min(max(1 << (each.bit_length() - 1), 16), 64)
+    return _WIDEST if each >= 8 * _WIDEST else min(max(1 << (each.bit_length() - 1), 16), 64)
 
 
 def _columns(width: int, sizes: tuple[int, ...]) -> int:
