@@ -95,15 +95,7 @@ class Masks:
         >>> Masks(True, 6, None, 1.0).whole_key_range(8, 11, 0, 32)
         (6, 9)
         """
-        low, high = 0 * start, 0 * start + length
-        if self.causal:
-            high = _clipped(first + 1 - start, length)
-        if self.window is not None:
-            low = _clipped(last + 1 - self.window - start, length)
-        if self.chunk is not None:
-            low = _larger(low, _clipped(last // self.chunk * self.chunk - start, length))
-            high = _smaller(high, _clipped((first // self.chunk + 1) * self.chunk - start, length))
-        return low, high
+        return self.key_range(last, first, start, length)
 
     def whole_query_range(self, first: Any, last: Any, start: Any, length: int) -> tuple[Any, Any]:
         """Bounds of the queries that see all keys of a block, as in `whole_key_range`.
@@ -111,15 +103,8 @@ class Masks:
         >>> Masks(True, 6, None, 1.0).whole_query_range(8, 11, 0, 32)
         (11, 14)
         """
-        low, high = 0 * start, 0 * start + length
-        if self.causal:
-            low = _clipped(last - start, length)
-        if self.window is not None:
-            high = _clipped(first + self.window - start, length)
-        if self.chunk is not None:
-            low = _larger(low, _clipped(last // self.chunk * self.chunk - start, length))
-            high = _smaller(high, _clipped((first // self.chunk + 1) * self.chunk - start, length))
-        return low, high
+        low, high = self.query_range(last, first, start, length)
+        return (low, high) if self.causal else (low, low)  # bounds of the others hold more than what is seen
 
     def num_pairs(self, offset: int, num_queries: int, num_keys: int, size: tuple[int, int] = (1, 1)) -> int:
         """Count pairs in blocks that hold any that is seen: with blocks of one pair, those that are seen.
