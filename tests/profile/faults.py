@@ -1,12 +1,13 @@
 """Faults put into traces as they were read, whatever tool wrote them: a gap, a slow collective, a slow device."""
 
+from collections import Counter, defaultdict
 from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 
 from meshwise.profile.partition import busy_times
-from meshwise.profile.ranks import Lane, _collectives
+from meshwise.profile.ranks import Lane, _collectives, _matched
 from meshwise.profile.steps import Steps, find_steps
 from meshwise.profile.trace import Activity, Array
 
@@ -79,26 +80,43 @@ def all_steps(trace, place):
 
 
 def with_gap(traces, seconds, into=0.5, once=False):
-    """In each step of each trace, or once, nothing runs for a while after a share of it: the host is late, too."""
+    """In each step of each trace, or once, nothing runs for a while after a share of it: the host is late, too.
+
+    Before the same operation of each step, if nothing is open before it in all of them.
+    """
     found = []
     for trace in traces:
         place = max(range(len(trace.devices)), key=lambda n: len(find_steps(trace, n)))
         steps = all_steps(trace, place)
-        start, end = (
-            np.sort(np.concatenate([getattr(s, name) for d in trace.devices for s in d.streams]))
-            for name in ("start", "end")
+        start, end, op = (
+            np.concatenate([getattr(s, name) for d in trace.devices for s in d.streams])
+            for name in ("start", "end", "op")
         )
+        op, start, end = op[np.argsort(start, kind="stable")], np.sort(start), np.sort(end)
         # Where nothing is open: as many have ended as have begun.
         free = np.searchsorted(end, start, side="right") == np.searchsorted(start, start, side="left")
+        runs = [_free(op, free, *np.searchsorted(start, bounds)) for bounds in zip(steps.start, steps.end, strict=True)]
+        common = set.intersection(*map(set, runs))
         cuts = []
-        for bounds in zip(steps.start, steps.end, strict=True):
-            first, last = np.searchsorted(start, bounds)
-            places = np.flatnonzero(free[first + 1 : last]) + first + 1
-            cuts.append(int(start[places[np.argmin(abs(places - first - into * (last - first)))]]))
+        for own in runs:
+            first = runs[0] if common else own
+            wanted = into * max(at for at, _ in first.values())
+            _, chosen = min((abs(first[run][0] - wanted), run) for run in common or own)
+            cuts.append(int(start[own[chosen][1]]))
         cuts = (cuts[-2:-1] or cuts) if once else cuts  # the last may lack its end
         found.append(_host_stopped(trace, np.array(cuts), round(seconds * 1e12)))
         cut = np.array(cuts), np.full(len(cuts), round(seconds * 1e12))
         (found[-1],) = stopped([found[-1]], {(0, place): cut for place in range(-1, len(trace.devices))})
+    return found
+
+
+def _free(op, free, first, last):
+    """(operation, which run of it in the step) -> (place in the step, in all), where nothing is open before it."""
+    seen, found = Counter(), {}
+    for place in range(first, last):
+        if free[place] and place > first:
+            found[int(op[place]), seen[int(op[place])]] = place - first, place
+        seen[int(op[place])] += 1
     return found
 
 
@@ -118,25 +136,27 @@ def _host_stopped(trace, cuts, length):
 
 
 def with_longer_collective(traces, seconds, only=None):
-    """The longest collective of each step, or of one, takes longer on every device, and all that follows is later."""
+    """One collective of each step, or of one, takes longer on every device, and all that follows is later.
+
+    Of those that most devices run in most steps it is the longest.
+    """
+    steady, alike = lanes_of(traces), {}
+    lanes = [(n, place, replace(one, steps=all_steps(traces[n], place))) for n, place, one in steady]
+    runs = [_collectives(number, lane, alike) for number, (_, _, lane) in enumerate(lanes)]
+    times = defaultdict(list)
+    for found in runs:
+        for (_, *run), (_, _, length) in found:
+            times[tuple(run)].append(length)
+    chosen = max(times, key=lambda run: (len(times[run]), sum(times[run]), run[::-1]))
     cuts, longer = {}, {}
-    for owner, place, lane in lanes_of(traces):
-        found = []
-        steps = list(zip(lane.steps.start, lane.steps.end, strict=True))
-        for begin, end in steps if only is None else [steps[only]]:
-            runs = [
-                (int(d), int(e) - 1, int(o))
-                for s in lane.device.streams
-                for b, d, e, o in zip(s.start, s.duration, s.end, s.op, strict=True)
-                if lane.ops[o].activity == Activity.COLLECTIVE and begin <= b and e <= end
-            ]
-            if runs:
-                found.append(max(runs))
-                longer.setdefault(owner, set()).add(max(runs)[2])
-        found.sort(key=lambda run: run[1])
-        cuts[owner, place] = (
-            np.array([e for _, e, _ in found], dtype=np.int64),
-            np.full(len(found), round(seconds * 1e12)),
+    for (owner, place, lane), found in zip(steady, runs, strict=True):
+        own = [(start, start + length - 1) for (_, *run), (_, start, length) in found if tuple(run) == chosen]
+        at = lane.steps.at(np.array([start for start, _ in own], dtype=np.int64)).tolist()
+        ends = sorted(end for step, (_, end) in zip(at, own, strict=True) if only is None or step == only)
+        cuts[owner, place] = np.array(ends, dtype=np.int64), np.full(len(ends), round(seconds * 1e12))
+        sent = (n for n, op in enumerate(lane.ops) if op.activity == Activity.COLLECTIVE)
+        longer.setdefault(owner, set()).update(
+            n for n in sent if _matched(lane.ops[n], lane.device.rank, alike) == chosen[0]
         )
     return stopped(traces, cuts, longer)
 
@@ -157,13 +177,14 @@ def with_slow_device(traces, slow, factor):
     def stretched(times):
         return times + np.rint((factor - 1) * compute.before(times)).astype(np.int64)
 
-    own = dict(_collectives(slow, lane))
+    alike = {}
+    own = dict(_collectives(slow, lane, alike))
     cuts, longer = {}, {}
     for number, (other, at, one) in enumerate(lanes):
         if number == slow:
             continue
         shared = sorted(
-            (start + length - 1, key) for key, (_, start, length) in _collectives(number, one) if key in own
+            (start + length - 1, key) for key, (_, start, length) in _collectives(number, one, alike) if key in own
         )
         ends = np.array([own[key][1] + own[key][2] for _, key in shared], dtype=np.int64)
         late = np.maximum.accumulate(stretched(ends) - ends) if len(ends) else ends
@@ -186,6 +207,21 @@ def with_slow_device(traces, slow, factor):
     markers = tuple(moved(m) if m.device == place else m for m in found[owner].markers)
     found[owner] = replace(found[owner], markers=markers)
     return found
+
+
+def with_late_device(traces, late, seconds):
+    """Once one device does nothing for a while, and the others wait for it in the next collective that they share."""
+    lanes, alike = lanes_of(traces), {}
+    runs = [dict(_collectives(number, lane, alike)) for number, (_, _, lane) in enumerate(lanes)]
+    shared = sorted((run[1], key) for key, run in runs[late].items() if all(key in found for found in runs))
+    _, key = shared[len(shared) // 2]
+    cuts, longer = {}, {}
+    for number, (owner, place, lane) in enumerate(lanes):
+        _, start, length = runs[number][key]
+        at = start if number == late else start + length - 1
+        cuts[owner, place] = np.array([at]), np.array([round(seconds * 1e12)])
+        longer.setdefault(owner, set()).update(n for n, op in enumerate(lane.ops) if op.activity == Activity.COLLECTIVE)
+    return stopped(traces, cuts, longer)
 
 
 def with_slow_clock(traces, slow, factor):

@@ -22,11 +22,12 @@ from meshwise.profile.trace import Activity, Collective, Device, Marker, OpKind,
 from tests.profile.faults import (
     with_attention_not_fused,
     with_gap,
+    with_late_device,
     with_longer_collective,
     with_slow_clock,
     with_slow_device,
 )
-from tests.profile.traces import DLRM, PAX, QWEN, RESNET, SGLANG, TE, TRACES, traces_of
+from tests.profile.traces import DLRM, GRAPHS, PAX, QWEN, RESNET, SGLANG, TE, TRACES, traces_of
 
 WITHIN, MS = 0.1, 1e-3
 GPU_ONLY = str(TRACES / "gpu_only.json.gz")
@@ -55,6 +56,11 @@ def profile_of(*paths):
     return profile_traces(traces_of(*paths))
 
 
+def diagnosed(traces):
+    profile = profile_traces(traces)
+    return Diagnosis(profile, find_causes(profile))
+
+
 def _beside(profile, plan):
     return beside_plan(profile, plan) if isinstance(plan, Planned) else beside_serving(profile, plan)
 
@@ -63,6 +69,99 @@ def changed_most(before, after):
     """The cause that changed most, and by how many seconds."""
     found = compare(before.profile, after.profile, before.causes, after.causes).causes[0]
     return found.name, found.difference
+
+
+#: Traces of accelerators, and how each is called in a test's name.
+ALL = {
+    "pax": PAX, "pax0": PAX[:1], "dlrm0": DLRM[:1], "dlrm1": DLRM[1:], "resnet": [RESNET], "qwen": [QWEN],
+    "sglang": [SGLANG], "gpu": [GPU_ONLY], "te": [TE], "graphs": [GRAPHS],
+}  # fmt: skip
+
+
+def spent(profile, *wanted):
+    return sum(t.seconds for t in profile.ops if t.kind.category in wanted)
+
+
+def faults_of(profile, size, into):
+    """Name of the cause -> the fault of a size, and the seconds that the cause is to have more."""
+    yield "host-gap", lambda traces: with_gap(traces, size, into), size
+    if spent(profile, "collective"):
+        yield "exposed-collective", lambda traces: with_longer_collective(traces, size), size
+    if spent(profile, "attention"):
+        more = spent(profile, "attention") + size
+        yield "attention-not-fused", lambda traces: with_attention_not_fused(traces, size), more
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("paths", ALL.values(), ids=ALL)
+def test_a_fault_that_costs_most_is_first(paths, seed):
+    random = np.random.default_rng(seed)
+    profile = profile_of(*paths)
+    before = Diagnosis(profile, find_causes(profile))
+    most = max((c.seconds * c.weight for c in before.causes), default=0.0)
+    size = random.uniform(1.15, 3) * max(most, 0.6 * MS)
+    for name, fault, more in faults_of(profile, size, random.uniform(0.1, 0.9)):
+        after = diagnosed(fault(traces_of(*paths)))
+        first = after.causes[0]
+        assert first.name == name
+        # A collective that is not told from its group costs what the group did before, and that.
+        had = [c.seconds for c in before.causes if (c.name, c.what) == ("exposed-collective", first.what)]
+        assert any(first.seconds - own == pytest.approx(more, rel=WITHIN) for own in (0, *had))
+        assert changed_most(before, after) == (name, pytest.approx(more, rel=WITHIN))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("paths", ALL.values(), ids=ALL)
+def test_a_fault_of_any_size_is_what_changed_most(paths, seed):
+    """From 2 % of a step on, however much the program loses by other causes."""
+    random = np.random.default_rng(100 + seed)
+    profile = profile_of(*paths)
+    before = Diagnosis(profile, find_causes(profile))
+    size = max(random.uniform(0.02, 0.1) * profile.step_s, 0.6 * MS)
+    for name, fault, more in faults_of(profile, size, random.uniform(0.1, 0.9)):
+        after = diagnosed(fault(traces_of(*paths)))
+        assert changed_most(before, after) == (name, pytest.approx(more, rel=WITHIN))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("paths", [PAX], ids=["pax"])
+def test_a_gap_of_one_rank_in_one_step_is_first(paths, late):
+    """Its milliseconds are of that step; the rank is late there alone, and is no straggler before all else."""
+    first, *_ = diagnosed(with_late_device(traces_of(*paths), late, 5 * MS)).causes
+    assert (first.name, first.share) == ("host-gap", pytest.approx(1 / 3))
+    assert first.seconds == pytest.approx(5 * MS, rel=WITHIN)
+    assert f"on proc{late}" in first.evidence
+
+
+@pytest.mark.parametrize(("late", "share"), [(0, 1.0), (0, 0.895), (1, 0.895)])
+def test_a_rank_that_is_slow_in_every_step_stays_beside_a_pause_that_costs_as_much(late, share):
+    """Rank 1 computes longer in each step; in one of three it, or the other, does nothing for three times as long."""
+    lost = 0.08 * profile_of(*PAX).devices[1].mean("compute")
+    slow = with_slow_device(traces_of(*PAX), 1, 1.08)
+    first, second, *_ = diagnosed(with_late_device(slow, late, 3 * share * lost)).causes
+    assert (first.name, first.seconds) == ("straggler", pytest.approx(lost, rel=WITHIN))
+    assert (second.name, second.average) == ("host-gap", pytest.approx(share * lost, rel=WITHIN))
+    assert f"on proc{late}" in second.evidence
+
+
+def test_a_step_that_is_no_longer_does_not_stand_out():
+    """One collective takes 20 ms in one of four steps, which computes 20 ms less: all four are as long."""
+    ops = (
+        OpKind("product", Activity.COMPUTE, "matmul"),
+        OpKind("sum", Activity.COLLECTIVE, "collective", collective=Collective("all-reduce", 1e6, 8)),
+    )
+    for shorter, found in ((20, 1.0), (0, 0.25)):
+        stream, markers, now = StreamBuilder("0"), [], 0
+        for step in range(4):
+            sends = 20 if step == 1 else 1
+            computes = 80 - (shorter if step == 1 else 0)
+            markers.append(Marker(f"step {step}", now, (computes + sends) * 10**9, 0))
+            stream.add(now, computes * 10**9, 0)
+            stream.add(now + computes * 10**9, sends * 10**9, 1)
+            now = markers[-1].end
+        device = Device("rank 0", "", 0, "", (stream.build(),))
+        causes = find_causes(profile_traces([Trace("t", "chrome", ops, (device,), tuple(markers))]))
+        assert (causes[0].name, causes[0].share) == ("exposed-collective", found)
 
 
 @pytest.mark.parametrize("into", [0.25, 0.5, 0.8])

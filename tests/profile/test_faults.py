@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from meshwise.core.dtypes import DType
@@ -10,7 +11,8 @@ from meshwise.hardware import load_chip
 from meshwise.profile import profile_traces
 from meshwise.profile.causes import find_causes
 from meshwise.profile.diagnosis import Diagnosis
-from meshwise.profile.trace import SECOND, Activity, Array, Device, OpKind, StreamBuilder, Trace
+from meshwise.profile.kinds import kernel_category
+from meshwise.profile.trace import SECOND, Activity, Array, Device, HostThread, Marker, OpKind, StreamBuilder, Trace
 from tests.profile.traces import (
     DLRM,
     PAX,
@@ -25,7 +27,7 @@ from tests.profile.traces import (
     traces_of,
 )
 
-WITHIN = 0.1
+WITHIN, US = 0.1, 10**6  # picoseconds
 
 
 def test_attention_of_pax_is_not_fused():
@@ -124,26 +126,174 @@ def test_attention_that_is_not_fused_is_named_in_a_trace_of_pytorch(tmp_path):
     """The fused kernel of each layer becomes two products and a softmax that take 1 ms more."""
     document = load(QWEN)
     parents = {e["args"]["External id"]: e for e in document["traceEvents"] if e.get("cat") == "cpu_op"}
-    late, added = 0.0, []
+    late, added, products = 0.0, [], []
     for event in sorted((e for e in document["traceEvents"] if on_device(e)), key=lambda e: e["ts"]):
         event["ts"] += late
         parent = parents.get(event["args"].get("External id"))
         if parent is not None and parent["name"] == "aten::_flash_attention_forward" and event["dur"] > 50:
-            parent["name"], scores = "aten::softmax", [16, 16, 559, 559]
-            parent["args"] |= {"Input Dims": [scores], "Input type": ["c10::BFloat16"]}
-            event["name"], event["dur"] = "void softmax_warp_forward<c10::BFloat16>", event["dur"] + 1000
+            parent["name"], length = "aten::_scaled_dot_product_attention_math", event["dur"] + 1000
+            parent["args"] |= {"Input Dims": [[16, 16, 559, 64]], "Input type": ["c10::BFloat16"]}
+            starts = event["ts"], event["ts"] + 0.75 * length
+            products += [event | {"name": BMM[0], "ts": start, "dur": length / 4} for start in starts]
+            event |= {"name": SOFTMAX[0], "ts": event["ts"] + length / 4, "dur": length / 2}
             late += 1000
-            added.append(event["dur"])
+            added.append(length)
+    document["traceEvents"] += products
     diagnosis = diagnose(save(document, tmp_path / "unfused.json.gz"))
     assert len(added) == 24
     assert diagnosis.causes[0].name == "attention-not-fused"
     assert 1e3 * diagnosis.causes[0].seconds == pytest.approx(sum(added) / 1e3, rel=WITHIN)
 
 
+def computing(*sequence):
+    """A step of operations (name, what launched it, length in us)."""
+    kinds = list(dict.fromkeys((name, parent) for name, parent, _ in sequence))
+    ops = tuple(OpKind(n, Activity.COMPUTE, kernel_category(n, parent), parent=parent) for n, parent in kinds)
+    stream, now = StreamBuilder("0"), 0
+    for name, parent, length in sequence:
+        stream.add(now, length * US, kinds.index((name, parent)))
+        now += length * US
+    return Trace("t", "kineto", ops, (Device("0", "", 0, "", (stream.build(),)),), (Marker("step 0", 0, now, 0),))
+
+
+#: Parts of a layer: a projection, the router of experts, what chooses these; scores, their scale, softmax, values.
+MM, ROUTE = ("nvjet_tst_128x256_64x4_v_bz_TNT", "aten::mm", 30), ("nvjet_tst_64x8_64x16_h_bz_TNT", "aten::mm", 4)
+SOFTMAX, TOPK = ("void softmax_warp_forward<float>", "aten::_softmax", 5), ("gatherTopK<float>", "aten::topk", 5)
+BMM = ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "aten::bmm", 20)
+SCALE, FLASH = ("elementwise_kernel", "aten::mul", 5), ("void flash_fwd_kernel<T>", "flash_attn::_forward", 20)
+EAGER, EXPERTS = (BMM, SCALE, SOFTMAX, BMM), (ROUTE, SOFTMAX, TOPK, MM, MM)
+
+
+def nameless(sequence):
+    return [(name, "", length) for name, _, length in sequence]
+
+
+@pytest.mark.parametrize("parent", ["", "aten::scaled_dot_product_attention", "aten::bmm"])
+def test_attention_that_is_not_fused_is_known_by_names(parent):
+    """Of four layers; without shapes, or what launched them."""
+    layer = [MM, MM, *EAGER, MM]
+    if parent == "":
+        layer = nameless(layer)
+    elif parent != "aten::bmm":
+        layer = [(name, own if own == "aten::mm" else parent, length) for name, own, length in layer]
+    found = find_causes(profile_traces([computing(*layer * 4)]))
+    assert (found[0].name, found[0].seconds) == ("attention-not-fused", pytest.approx(4 * (20 + 5 + 20) * 1e-6))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("sequence", "unfused"),
+    [
+        ([FLASH, MM, SOFTMAX] * 8, 0),
+        ([MM, FLASH, MM, *EXPERTS] * 8 + [MM, SOFTMAX], 0),  # the last is the sampler's
+        ([MM, FLASH, MM, ROUTE, SOFTMAX, MM, MM] * 8 + [MM, SOFTMAX], 0),
+        ([BMM, FLASH, BMM, MM, ROUTE, SOFTMAX, BMM, BMM] * 8 + [MM, SOFTMAX], 0),  # experts of batched products
+        ([MM, FLASH, MM, *EXPERTS] * 6 + [MM, *EAGER, MM, *EXPERTS] * 2 + [MM, SOFTMAX], 2),
+        ([MM, *EAGER, MM, *EXPERTS] * 8 + [MM, SOFTMAX], 8),
+    ],
+)  # fmt: skip
+def test_softmaxes_of_experts_and_samplers_are_no_attention(sequence, unfused, known):
+    """Whether some attention is fused, or none: those of experts may be fewer than attentions, or more."""
+    if not known and FLASH in sequence:
+        unfused = 0  # names of products do not tell those of attention
+    trace = computing(*(sequence if known else nameless(sequence)))
+    found = [c.seconds for c in find_causes(profile_traces([trace])) if c.name == "attention-not-fused"]
+    assert found == ([pytest.approx(unfused * (20 + 5 + 20) * 1e-6)] if unfused else [])
+
+
 def test_short_gaps_between_launches_are_no_long_gap():
     diagnosis = diagnose(SGLANG)
     assert diagnosis.causes[0].name == "launch-bound"
     assert milliseconds(diagnosis, "host-gap") == 0
+    # It replays a graph, whose kernels follow each other closely: what costs is that its launch takes the host long.
+    assert "of which 6 of over 10 us take 672 us" in diagnosis.causes[0].evidence
+    assert "the host is in hipGraphLaunch for 288 us" in diagnosis.causes[0].evidence
+    assert diagnosis.causes[0].change.startswith("launching graphs takes the host this long")
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_kernels_of_a_graph_are_not_to_be_put_into_a_graph(graph):
+    """Kernels of 20 us, 3 us apart: of one launch, or of a launch each, early enough."""
+    stream = StreamBuilder("0")
+    for number in range(200):
+        stream.add(number * 23 * US, 20 * US, 0, 0 if graph else max(number * 23 - 100, 0) * US)
+    kind = OpKind("kernel", Activity.COMPUTE, "other")
+    device = Device("0", "", 0, "", (stream.build(),))
+    trace = Trace("t", "kineto", (kind,), (device,), (Marker("step 0", 0, 4597 * US, 0),))
+    (cause,) = find_causes(profile_traces([trace]))
+    assert (cause.name, cause.seconds) == ("launch-bound", pytest.approx(199 * 3e-6))
+    assert ("between kernels of one graph" in cause.evidence) == graph
+    assert ("the host is ahead of the device" in cause.evidence) != graph
+    assert "replay them as a CUDA graph" not in cause.change
+
+
+@pytest.mark.parametrize(("late", "first"), [(30, "launch-bound"), (0, "exposed-copy")])
+def test_a_host_that_is_late_for_many_operations_costs_all_of_it(late, first):
+    """Operations of 20 us, 30 us apart, and copies that take 4 ms: the 6 ms of gaps are more if the host is late."""
+    stream = StreamBuilder("0")
+    for number in range(200):
+        end = number * 50 * US
+        stream.add(end, 20 * US, 0, max(end - (30 - late) * US, 0))
+    stream.add(200 * 50 * US, 4_000 * US, 1, 0)
+    ops = OpKind("kernel", Activity.COMPUTE, "other"), OpKind("copy", Activity.COPY, "copy")
+    device = Device("0", "", 0, "", (stream.build(),))
+    trace = Trace("t", "kineto", ops, (device,), (Marker("step 0", 0, 14_000 * US, 0),))
+    causes = find_causes(profile_traces([trace]))
+    assert causes[0].name == first
+    assert [c.seconds for c in causes if c.name == "launch-bound"] == [pytest.approx(200 * 30e-6)]
+
+
+@pytest.mark.parametrize(
+    ("host", "change"),
+    [
+        ("cudaMalloc", "allocate before the step"),
+        ("cudaStreamSynchronize", "do not wait for the device"),
+        ("aten::item", "do not wait for the device"),
+        ("aten::add", "launch ahead"),
+    ],
+)
+def test_what_to_change_of_a_gap_is_said_by_what_the_host_does(host, change):
+    stream = StreamBuilder("0")
+    for number in range(4):
+        stream.add(number * 10_000 * US, 5_000 * US, 0)
+    kind = OpKind("kernel", Activity.COMPUTE, "other")
+    start = np.arange(3) * 10_000 * US + 5_000 * US
+    thread = HostThread("main", start, np.full(3, 4_900 * US), np.zeros(3, dtype=np.int32))
+    device = Device("0", "", 0, "", (stream.build(),))
+    step = Marker("step 0", 0, 35_000 * US, 0)
+    found = find_causes(profile_traces([Trace("t", "kineto", (kind,), (device,), (step,), (thread,), (host,))]))
+    assert found[0].name == "host-gap"
+    assert f"the host is in {host}" in found[0].evidence
+    assert found[0].change.startswith(change)
+
+
+def gapped(steps, *host):
+    """Two operations in each step, (start, length) in ms, which lasts until its last ends; what the host does."""
+    stream, markers, now, ms = StreamBuilder("0"), [], 0, 1000 * US
+    for step in steps:
+        for number, (start, length) in enumerate(step):
+            stream.add(now + start * ms, length * ms, number)
+        markers.append(Marker(f"step {len(markers)}", now, max((sum(one) for one in step), default=20) * ms, 0))
+        now = markers[-1].end
+    ops = tuple(OpKind(f"product{n}", Activity.COMPUTE, "other") for n in range(2))
+    threads = [HostThread("main", *(np.array([n]) for n in (at * ms, length * ms, 0))) for at, length, _ in host]
+    device = Device("0", "", 0, "", (stream.build(),))
+    return Trace("t", "kineto", ops, (device,), tuple(markers), tuple(threads), tuple(name for *_, name in host))
+
+
+def test_a_gap_of_one_step_says_once_what_the_host_does():
+    usual = [(0, 6), (6, 14)]
+    trace = gapped([usual, [(0, 6), (18, 14)], usual, usual], (26, 12, "cudaMalloc"))
+    first = find_causes(profile_traces([trace]))[0]
+    assert first.evidence == "in 1 of 4 steps nothing runs for 12 ms longer after product0; the host is in cudaMalloc"
+
+
+def test_a_step_in_which_nothing_runs_is_no_error():
+    usual = [(0, 4), (14, 4)]
+    for other in ([(0, 2), (16, 2)], usual):
+        profile = profile_traces([gapped([usual, usual, [], other, usual])])
+        assert profile.partition_s["idle"] > 0
+        assert "host-gap" in {c.name for c in find_causes(profile)}
 
 
 def test_a_group_that_strides_over_the_torus_is_named():

@@ -6,6 +6,7 @@ import pytest
 
 from meshwise.profile import profile_traces
 from meshwise.profile.causes import find_causes
+from tests.profile.faults import with_late_device
 from tests.profile.traces import save, traces_of
 
 RANKS, LAYERS, STEPS, SLOW, FACTOR = 8, 6, 3, 5, 1.08
@@ -140,3 +141,16 @@ def test_the_slow_rank_is_first(profile):
     assert 1e6 * wires["reduce-scatter"] == pytest.approx(LAYERS * SCATTER)
     assert 1e6 * wires["all-gather"] == pytest.approx(LAYERS * GATHER)
     assert not {c.name for c in causes} & {"attention-not-fused", "waiting", "host-gap"}
+
+
+@pytest.mark.parametrize("late", [2, SLOW])
+def test_a_gap_of_one_rank_in_one_step_is_no_straggler(profile, late):
+    """It is first, and named once; of the rank that is slow in all steps, too, both together make it a straggler."""
+    causes = find_causes(profile_traces(with_late_device(profile.traces, late, 0.02)))
+    gap = next(c for c in causes if c.name == "host-gap")
+    assert (gap.seconds, gap.share) == (pytest.approx(0.02, rel=0.1), pytest.approx(1 / STEPS))
+    assert f"on rank {late}" in gap.evidence
+    slower = (FACTOR - 1) * (LAYERS * sum(row[3] for row in (*FORWARD, *BACKWARD)) + ADAM) / 1e6
+    both = {c.name: c.seconds for c in causes if c.name == "straggler"}
+    assert both == (pytest.approx({"straggler": slower + 0.02 / STEPS}, rel=0.1) if late == SLOW else {})
+    assert causes[0].name == ("straggler" if late == SLOW else "host-gap")

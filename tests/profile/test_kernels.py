@@ -2,8 +2,10 @@
 
 import pytest
 
+from meshwise.hardware import load_chip
 from meshwise.profile import profile_traces
 from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
+from meshwise.profile.optimes import OpTime, roofline_of
 from meshwise.profile.trace import Activity, Device, Marker, OpKind, StreamBuilder, Trace
 
 #: Category -> kernels, as profilers write them (template arguments shortened).
@@ -47,6 +49,10 @@ KERNELS = {
         void merge_state_v2_kernel<__nv_bfloat16, 128>
         reduce_segments
         kernel_mha
+        mla_pfl_qh192_vh128_m32x8_n128x1_causal1
+        _gluon_fp8_paged_mqa_logits
+        pa_decode_gluon
+        void sm90_fp8_paged_mqa_logits<32, 64, 128, 64, 3, 64, 4, 128, 512>
     """,
     "matmul": """
         nvjet_sm100_tst_128x24_64x11_2x1_v_bz_TNT
@@ -80,6 +86,11 @@ KERNELS = {
         _ZN5tgv_gemm4kernelE
         _w8a8_triton_block_scaled_mm
         aiter::flatmm_uk_gfx9_f16f8_128x256x128_1x4x1_16x16x32
+        _lora_expand_kernel
+        void machete::device::gemm
+        _ZN5aiter42f4gemm_bf16_per1x32Fp4_BpreShuffle_192x128E
+        void ck::kernel_moe_mxgemm_2lds<MulABScaleExpertWeightShuffled>
+        cutlass3x_sm100_tensorop_s128x256x16gemm_bf16_bf16_f32_bf16_bf16_128x256x64_0_tnn_align8_2sm_bias_bf16_relu
     """,
     "routing": """
         void moe::dev::routing::routingRenormalize::routingIndicesClusterKernel<KernelParams<float>>
@@ -94,6 +105,11 @@ KERNELS = {
         _fwd_kernel_ep_scatter_1
         _fwd_kernel_ep_gather
         void ck_tile::kentry<1, ck_tile::MoeSortingKernel<ck_tile::MoeSortingProblemEx<int, float, 1>>>
+        void aiter::topk_softmax<float, 8>
+        _fused_append_shared_experts_kernel
+        _fused_dynamic_mxfp4_quant_moe_sort_kernel
+        MoeSortingMultiPhaseKernel_P0_v2
+        compute_expert_offsets
     """,
     "normalization": """
         void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)
@@ -104,6 +120,10 @@ KERNELS = {
         void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, false>
         void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16>>
         _rms_norm_fwd_fused
+        void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 64u, 1u>
+        MIOpenBatchNormFwdTrainSpatial
+        gemma_rmsnorm_kernel
+        void local_device_load_rmsnorm_naive<__hip_bfloat16, 256, 2>
     """,
     "elementwise": """
         void flashinfer::activation::act_and_mul_kernel<__nv_bfloat16, &silu>(__nv_bfloat16*)
@@ -119,6 +139,9 @@ KERNELS = {
         void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>>
         _swiglu_fwd_kernel
         void tensorrt_llm::kernels::cutlass_kernels::doActivationKernel<__nv_bfloat16, __nv_bfloat16>
+        void aiter::kn_entry_2c_sbhd_cached_indirect_inplace<OpCachedFwd, 0, true, false, true>
+        void transformer_engine::(anonymous namespace)::cast_transpose_optimized_kernel<true, false>
+        fast_hadamard_transform_kernel<32, 7, __nv_bfloat16>
     """,
     "cache": """
         void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16, (vllm::Fp8KVCacheDataType)0>
@@ -131,6 +154,8 @@ KERNELS = {
         _zero_kv_blocks_kernel
         void (anonymous namespace)::store_kvcache<128l, 2, 1, false, long>
         void aiter::fuse_qk_rope_concat_and_cache_mla_per_head_kernel<__hip_bfloat16>
+        fused_qk_rope_cat_and_cache_mla_kernel
+        _set_k_and_s_triton_kernel
     """,
     "reduction": """
         triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0
@@ -144,6 +169,9 @@ KERNELS = {
         void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>, unsigned int, 3, 64, 64>
         void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda>>
         batched_transpose_32x32_dword
+        void at::native::(anonymous namespace)::split_with_sizes_copy_out_contiguous_no_cast_kernel<true>
+        void at::native::(anonymous namespace)::chunk_cat_cuda_kernel<float, c10::BFloat16>
+        SubTensorOpWithTransform1d
     """,
     "optimizer": """
         void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, Adam>
@@ -158,12 +186,19 @@ KERNELS = {
         void apply_token_bitmask_inplace_kernel<__nv_bfloat16>
         _penalties_and_temperature_kernel
         void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned int>>
+        void flashinfer::sampling::OnlineSoftmaxFusedKernel<1024u, 4u, float>
+        _temperature_kernel
+        _min_p_kernel
     """,
 }
 KERNELS["recurrence"] = """
         _causal_conv1d_update_kernel
         void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true, c10::BFloat16, c10::BFloat16>>
         chunk_gated_delta_rule_fwd_kernel_h_blockdim64
+        _chunk_state_fwd_kernel
+        _chunk_cumsum_fwd_kernel
+        fused_sigmoid_gating_delta_rule_update_kernel
+        _selective_scan_update_kernel
     """
 #: Kind -> kernels of communication.
 COLLECTIVES = {
@@ -179,6 +214,7 @@ COLLECTIVES = {
         void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<__hip_bfloat16, CodecQ4>>
         void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>
         void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>
+        _ZN5aiter26cross_device_reduce_2stageI14__hip_bfloat16Li8EEEvPNS_8RankDataE
     """,
     "all-gather": """
         ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)
@@ -186,6 +222,7 @@ COLLECTIVES = {
     """,
     "reduce-scatter": """
         ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+        void aiter::reduce_scatter_cross_device_store<__hip_bfloat16, 8>
     """,
     "send-recv": """
         ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)
@@ -194,6 +231,8 @@ COLLECTIVES = {
         void deep_ep::intranode::dispatch<8, 768, 8192>(int4*, float*, int*, long*)
         void deep_ep::internode_ll::combine<true, 7168, 9, 16>(void*, void*)
         void tensorrt_llm::kernels::mnnvl_throughput::moeA2ADispatchKernel<TopK8>
+        void mori::moe::EpDispatchIntraNodeKernel<hip_bfloat16>
+        EpCombineIntraNodeKernel_bf16
     """,
     "collective": """
         ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)
@@ -260,3 +299,14 @@ def test_unknown_kernels_are_said_with_their_share(length, said):
     device = Device("GPU 0", "", 0, "", (stream.build(),))
     found = profile_traces([Trace("t", "kineto", ops, (device,), (Marker("step 0", 0, 1000, 0),))])
     assert [line for line in found.missing if "kind of operations" in line] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "bound", "share"), [(3.35, "memory", 0.5), (6.7, "memory", 1.0), (67, None, None)]
+)
+def test_bytes_that_memory_could_not_have_moved_count_as_unknown(megabytes, bound, share):
+    """An H100 moves 3.35 MB in a microsecond: who is told to read 67 MB in 2 us reads some pages of a pool."""
+    op = OpKind("attend_pages", Activity.COMPUTE, "custom", num_bytes=megabytes * 1e6)
+    found = roofline_of(OpTime(op, runs=1, seconds=2e-6, exposed=2e-6, longest=2e-6), load_chip("h100-sxm"))
+    assert (found and found.bound) == bound
+    assert (found and found.share) == (share and pytest.approx(share, rel=0.01))

@@ -4,11 +4,14 @@ import contextlib
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import meshwise
 from meshwise.cli.main import main
+from meshwise.report.profile import answer_line
 from tests.profile.test_faults import with_gap
 from tests.profile.traces import DLRM, PAX, RESNET, SGLANG, load, save
 
@@ -89,3 +92,10 @@ def test_the_step_is_explained_and_details_show_all(capsys):
     assert "waiting is told among 2 of 128" in out
     assert main(["profile", SGLANG]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_causes_of_one_kind_are_said_once(tmp_path):
+    found = meshwise.profile_run([save(with_gap(load(RESNET), 50.0), tmp_path / "slow.json.gz")])
+    gap = next(c for c in found.causes if c.name == "host-gap")
+    line = answer_line(replace(found, causes=(replace(gap, seconds=30e-3), replace(gap, seconds=20e-3))))
+    assert f"{gap.what} (30 ms and 20 ms); without both" in line

@@ -61,6 +61,21 @@ def test_numbered_markers_are_steps_unless_they_are_layers(names, steps):
     assert len(profile_traces([trace]).devices[0].lane.steps) == steps
 
 
+@pytest.mark.parametrize(
+    ("lengths", "left_out"),
+    [([15, 12, 10, 10, 10, 10], 2), ([15, 12, 18, 10, 10, 10], 2), ([10, 18, 10, 10, 10, 10], 0)],
+)
+def test_what_is_longer_than_the_step_before_it_is_no_warm_up(lengths, left_out):
+    stream, markers, now = StreamBuilder("0"), [], 0
+    for number, length in enumerate(lengths):
+        markers.append(Marker(f"step {number}", now, length * MS, 0))
+        stream.add(now, length * MS, 0)
+        now += length * MS
+    device = Device("TPU:0", "", 0, "", (stream.build(),))
+    trace = Trace("t", "xplane", (OpKind("product", Activity.COMPUTE, "matmul"),), (device,), tuple(markers))
+    assert find_steps(trace, 0).left_out == left_out
+
+
 def test_a_pattern_chooses_any():
     trace = served(VLLM, ["decode", "prefill", "decode", "decode"], {"decode": 3, "prefill": 4})
     assert len(profile_traces([trace], step="execute").devices[0].lane.steps) == 4

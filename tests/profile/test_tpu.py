@@ -4,8 +4,9 @@ import pytest
 
 from meshwise.profile import profile_traces, read_trace, read_traces
 from meshwise.profile.causes import find_causes
+from meshwise.profile.groups import communication
 from meshwise.profile.reading.protos import _classes
-from meshwise.profile.trace import Activity
+from meshwise.profile.trace import Activity, Device, Marker, OpKind, StreamBuilder, Trace
 
 US = 1_000_000  # picoseconds
 #: Name -> (HLO text, category, FLOPs, bytes, op_name).
@@ -57,7 +58,8 @@ def tpu(number, late=0, steps=3, ops=OPS):
         plane.event_metadata.add(key=key).value.name = name
 
     def event(line, key, start, length):
-        lines[line].events.add(metadata_id=key, offset_ps=round(start * US), duration_ps=round(length * US))
+        times = {"offset_ps": round(start * US), "duration_ps": round(length * US)}
+        lines[line].events.append(_classes()["XEvent"](metadata_id=key, **times).SerializeToString())
 
     for step in range(steps):
         at = 1000 * step
@@ -167,6 +169,15 @@ def test_groups_are_of_devices_in_the_order_of_the_program(tmp_path):
     assert "taken for places" not in evidence
 
 
+def test_more_than_the_stride_explains_has_another_reason(tmp_path):
+    """4 MB take 33 us on a ring, 67 on a line; it takes 300 and 240: most of it is not hidden for another reason."""
+    ops = OPS | {"all-reduce.1": (OPS["all-reduce.1"][0].replace("4194304", "1000000"), *OPS["all-reduce.1"][1:])}
+    profile, causes = causes_of(tmp_path, tpu(0, ops=ops), tpu(1, late=60, ops=ops))
+    assert 1e6 * causes["strided-group"].seconds == pytest.approx((1.25 * 2 - 1) * 33.3, rel=0.01)
+    lost = causes["strided-group"].seconds + causes["exposed-collective"].seconds
+    assert lost == pytest.approx(profile.partition_s["exposed_collective"])
+
+
 def test_devices_that_stand_side_by_side_are_not_strided(tmp_path):
     """Places two apart, and devices of neighbouring chips: slow for another reason, and so not named."""
     groups = [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -215,7 +226,8 @@ def test_planes_may_have_any_numbers(tmp_path):
     )]  # fmt: skip
     for plane in others:
         plane.event_metadata.add(key=1).value.name = "region"
-        plane.lines.add(name="Sparse Core Ops").events.add(metadata_id=1, offset_ps=0, duration_ps=900 * US)
+        event = kinds["XEvent"](metadata_id=1, offset_ps=0, duration_ps=900 * US)
+        plane.lines.add(name="Sparse Core Ops").events.append(event.SerializeToString())
     profile, _ = causes_of(tmp_path, tpu(4), tpu(5), *others)
     assert [d.lane.device.name for d in profile.devices] == ["TPU:4", "TPU:5"]
     assert profile.steps_found == "by 3 markers on the device"
@@ -241,6 +253,60 @@ PAIRED = OPS | {
         6e4, "jit(step)/jvp(layer)/all_gather:",
     ),
 }  # fmt: skip
+
+
+def in_flight(number):
+    """A plane on which the all-gather stands on a line of its own, too, from its start to its end."""
+    plane = tpu(number, ops=PAIRED)
+    line = next(line for line in plane.lines if line.name == "Async XLA Ops")
+    del line.events[:]
+    for step in range(3):
+        times = {"offset_ps": (1000 * step + 501) * US, "duration_ps": 399 * US}
+        event = _classes()["XEvent"](metadata_id=list(PAIRED).index("all-reduce.1") + 1, **times)
+        line.events.append(event.SerializeToString())
+    return plane
+
+
+@pytest.mark.parametrize(("plane", "busy"), [(in_flight, 399), (lambda number: tpu(number, ops=PAIRED), 399)])
+def test_what_is_sent_asynchronously_is_sent_once(tmp_path, plane, busy):
+    """Its start, its end and the line that shows it in flight are one transfer of 64 KiB."""
+    profile, causes = causes_of(tmp_path, plane(0), plane(1))
+    (group,) = communication(profile)
+    assert (group.kind, group.runs, group.num_bytes) == ("all-gather", 1, 64 * 512 * 2)
+    assert 1e6 * group.seconds == pytest.approx(busy)
+    assert 1e6 * causes["exposed-collective"].seconds == pytest.approx(399)
+    assert causes["exposed-collective"].evidence.startswith("1 all-gathers a step, 64 KiB")
+    assert all(t.runs == 1 for t in profile.ops if "async" in t.kind.name)
+
+
+@pytest.mark.parametrize(
+    ("others", "copies", "moved"),
+    [
+        ((), 1, "954 MiB"),
+        (("copy.2",), 2, "955 MiB"),
+        (("copy-start.1 in flight",), 1, "954 MiB"),
+        (("copy-start.1 in flight", "copy.2"), 2, "955 MiB"),
+    ],
+)
+def test_what_is_copied_asynchronously_is_copied_once(others, copies, moved):
+    """1 GB in 32 ms, with a line that shows it in flight or without, beside a synchronous copy of 1 MB or alone."""
+    names = ("copy-start.1", "copy-done.1", *others)
+    sizes = (1e6 if name == "copy.2" else 1e9 for name in names)
+    ops = tuple(OpKind(name, Activity.COPY, "copy", num_bytes=size) for name, size in zip(names, sizes, strict=True))
+    when = {"copy-start.1": (0, 10), "copy-done.1": (1000, 31_000), "copy.2": (40_000, 9)}
+    streams = [StreamBuilder(name) for name in names]
+    for number, (name, stream) in enumerate(zip(names, streams, strict=True)):
+        start, length = when.get(name, (0, 32_000))
+        stream.add(start * US, length * US, number)
+    device = Device("0", "", 0, "", tuple(stream.build() for stream in streams))
+    trace = Trace("t", "xplane", ops, (device,), (Marker("step", 0, 50_000 * US, 0),))
+    (cause,) = (c for c in find_causes(profile_traces([trace])) if c.name == "exposed-copy")
+    assert cause.evidence.startswith(f"{copies} copies a step, {moved}, ")
+
+
+def test_names_of_scopes_that_jax_wraps_tell_no_category(trace):
+    """`transpose(jvp(layer))` is the backward pass, and transposes nothing."""
+    assert {op.name: op.category for op in read_trace(trace).ops}["fusion.2"] == "elementwise"
 
 
 def test_asynchronous_collectives_are_known_by_their_category(tmp_path):

@@ -148,7 +148,7 @@ def beside_plan(profile: Profile, plan: Planned) -> Beside:
     """Join a profile's operations to a plan's."""
     breakdown = work_out(plan.problem, plan.fabric, plan.layout)
     joiner = Joiner(breakdown)
-    matched = [(time, joiner.join(time)) for time in profile.ops]
+    matched = [(time, joiner.join(time)) for time in profile.whole_ops]
     matched = joiner.checked(matched)
     busy = sum(time.seconds for time, _ in matched) or 1.0
     joined: dict[str, float] = defaultdict(float)
@@ -172,7 +172,7 @@ def beside_serving(profile: Profile, plan: PlannedServing) -> Beside:
     """Join a profile of an engine to the terms of its step, which are kinds of operations; idle time is the host's."""
     measured: dict[str, float] = defaultdict(float)
     joined: dict[str, float] = defaultdict(float)
-    matched = [(time, _serving_term(time, plan.terms)) for time in profile.ops]
+    matched = [(time, _serving_term(time, plan.terms)) for time in profile.whole_ops]
     busy, scale = sum(time.seconds for time, _ in matched) or 1.0, _scale(profile, [(t, Joined()) for t, _ in matched])
     for time, (how, term) in matched:
         if time.kind.activity == Activity.COLLECTIVE:

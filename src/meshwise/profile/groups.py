@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from meshwise.profile.kinds import is_end
 from meshwise.profile.optimes import OpTime
 from meshwise.profile.profile import Profile
 from meshwise.profile.trace import Activity, Collective
@@ -41,20 +42,27 @@ class Group:
         return sum(t.exposed for t in self.ops)
 
     @property
+    def sent(self) -> tuple[OpTime, ...]:
+        """Its operations without those that wait for asynchronous ones."""
+        return tuple(t for t in self.ops if not is_end(t.kind.name)) or self.ops
+
+    @property
     def runs(self) -> float:
         """How many run in a step."""
-        return sum(t.runs for t in self.ops)
+        return sum(t.runs for t in self.sent)
 
     @property
     def num_bytes(self) -> float | None:
         """Bytes of their arrays in a step, None if any is unknown."""
-        sizes = [(t.kind.collective.num_bytes, t.runs) for t in self.ops if t.kind.collective is not None]
+        sizes = [(t.kind.collective.num_bytes, t.runs) for t in self.sent if t.kind.collective is not None]
         return None if any(b is None for b, _ in sizes) else sum((b or 0.0) * runs for b, runs in sizes)
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes/s that one link carried, as NCCL's tests count it; None if bytes or devices are unknown."""
+        """Bytes/s that one link carried, as NCCL's tests count it; None if bytes, devices or their time are unknown."""
         if self.num_bytes is None or not self.size or self.size < 2 or not self.seconds:
+            return None
+        if self.sent != self.ops:  # it is on the wire before it is waited for, too
             return None
         return wire_bytes(self.kind, self.num_bytes, self.size) / self.seconds
 

@@ -22,6 +22,8 @@ Sums: TypeAlias = "defaultdict[str, float]"
 
 #: Gaps shorter than this (picoseconds) are what the device needs between two kernels.
 SHORT = 10_000_000
+#: Gaps shorter than this (seconds) are no places of their own.
+LONG = 0.5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Idle:
         longest: the longest gap.
         after: operations before the longest gaps, with seconds of them.
         late: seconds in which the next operation had not been launched yet; None where launches are unknown.
+        late_short: of gaps that are no places of their own; None likewise.
+        replayed: of these gaps seconds between two operations of one launch: kernels of a graph.
         host: what the host did meanwhile, with seconds.
         num_ops: operations of a step.
     """
@@ -47,6 +51,8 @@ class Idle:
     longest: float
     after: tuple[tuple[str, float], ...]
     late: float | None
+    late_short: float | None
+    replayed: float
     host: tuple[tuple[str, float], ...]
     num_ops: float
 
@@ -76,7 +82,8 @@ def find_idle(traces: Sequence[Trace], lanes: Sequence[Lane], busy: Sequence[Bus
         _host(traces[owner], Intervals(gaps.start[long], gaps.end[long]), host, weight)
     return Idle(
         sums["long"] + sums["short"], sums["long"], sums["short"], sums["num_long"], sums["num_short"],
-        longest / SECOND, _top(after), sums["late"] if known else None, _top(host), sums["ops"],
+        longest / SECOND, _top(after), sums["late"] if known else None, sums["late_short"] if known else None,
+        sums["replayed"], _top(host), sums["ops"],
     )  # fmt: skip
 
 
@@ -102,8 +109,11 @@ def _before_and_late(lane: Lane, gaps: Intervals, after: Sums, sums: Sums, weigh
     valid = following < len(starts)
     launched = launch[starts[following[valid]]]
     known = launched >= 0
-    late = np.clip(launched - gaps.start[valid], 0, length[valid])[known]
-    sums["late"] += float(late.sum()) / weight
+    length, short = length[valid], length[valid] < LONG * SECOND
+    same = known & (before[valid] >= 0) & (launch[ends[before[valid]]] == launched)
+    late = np.where(known, np.clip(launched - gaps.start[valid], 0, length), 0)
+    for name, spent in (("late", late), ("late_short", late[short]), ("replayed", length[short & same])):
+        sums[name] += float(spent.sum()) / weight
     return bool(known.any())
 
 

@@ -168,7 +168,7 @@ class Joiner:
             term = self._paired(sent, time.kind.scope) or axes.get(_groups(sent), "")
             scope = time.kind.scope
             outside = term == "context" and scope and "attention" not in scope  # gradients go over this axis, too
-            if term and (outside or not self._has_kind(term, sent.kind)):
+            if term and term != "pipeline_send" and (outside or not self._has_kind(term, sent.kind)):
                 term = self._of_kind(sent, "context" if outside else "")
             return Joined("collective", term) if term else Joined()
         if not found.how or found.how == "category":
@@ -216,13 +216,20 @@ class Joiner:
             for groups, measured in sent.items() for term, (size, expected) in planned.items()
             if groups[1] in (size, None) and expected
         )  # fmt: skip
-        found: dict[Groups, str] = {}
+        found = dict.fromkeys(self._between_stages(times), "pipeline_send")
         taken: set[str] = set()
         for distance, _, groups, term in pairs:
             if groups not in found and term not in taken and distance < math.log(_LIKE):
                 found[groups] = term
                 taken.add(term)
         return {**found, **self._further(sent, found, planned)}
+
+    def _between_stages(self, times: Sequence[OpTime]) -> set[Groups]:
+        """Groups of stages that send to each other: they deal the head's positions, and share states, in a program."""
+        all_ = [(time.kind.collective, time.kind.scope) for time in times if time.kind.collective is not None]
+        sends = (sent for sent, scope in all_ if self._paired(sent, scope) == "pipeline_send")
+        pairs = {frozenset(pair) for sent in sends for pair in sent.groups if len(pair) == 2}
+        return {_groups(c) for c, _ in all_ if any(pair.issubset(one) for one in c.groups for pair in pairs)}
 
     def _parts(self) -> Iterator[tuple[int, str]]:
         """Devices along one axis, of terms over several: a program may go over one after the other."""

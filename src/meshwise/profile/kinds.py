@@ -21,15 +21,16 @@ CATEGORIES = (
 _COLLECTIVE_KERNEL = re.compile(
     r"(nccl|rccl|nvshmem|oneccl).*?(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send_?recv|send|recv"
     r"|reduce|generic|barrier)"
-    r"|\b(cross_device_reduce|one_?shot_all_?reduce|two_?shot_all_?reduce|multimem_all_?reduce|quickreduce"
-    r"|cross_rank|all_?reduce_(?:fusion|residual|rms)\w*|aiter::\w*all_?reduce\w*)"
-    r"|(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)\w*kernel|deep_ep::|moeA2A|userbuffers_|msccl|rccl_main",
+    r"|(?<![a-z])(cross_device_reduce|one_?shot_all_?reduce|two_?shot_all_?reduce|multimem_all_?reduce|quickreduce"
+    r"|cross_rank|all_?reduce_(?:fusion|residual|rms)\w*|aiter::\w*all_?reduce\w*|reduce_scatter_cross_device)"
+    r"|(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)\w*kernel|deep_ep::|moeA2A|userbuffers_|msccl|rccl_main"
+    r"|mori::|\bEp(Dispatch|Combine)|pplx::",
     re.IGNORECASE,
 )
 _KINDS = (
     ("reduce-scatter", "reducescatter"),
     ("all-gather", "allgather"),
-    ("all-to-all", "alltoall|deepep|moea2a"),
+    ("all-to-all", "alltoall|deepep|moea2a|epdispatch|epcombine"),
     ("all-reduce", "allreduce|crossdevicereduce|oneshot|twoshot|quickreduce|multimem"),
     ("broadcast", "broadcast"),
     ("collective-permute", "collectivepermute|ppermute"),
@@ -37,6 +38,30 @@ _KINDS = (
     ("reduce", "reduce"),
     ("barrier", "barrier"),
 )
+
+
+#: Ends the name of an asynchronous operation where it stands from its start to its end.
+IN_FLIGHT = " in flight"
+_PARTS = re.compile(r"(start|done)[.\d]*(\.cloned[.\d]*)?$")
+_ENDS = re.compile(r"done[.\d]*(\.cloned[.\d]*)?$")
+
+
+def is_part(name: str) -> bool:
+    """Whether an instruction of XLA starts or ends an asynchronous operation.
+
+    >>> is_part("all-gather-start.5"), is_part("all-reduce.call-done.1"), is_part("copy-start.1 in flight")
+    (True, True, False)
+    """
+    return _PARTS.search(name) is not None
+
+
+def is_end(name: str) -> bool:
+    """Whether an instruction of XLA ends an asynchronous operation, or is one in flight that bears this name.
+
+    >>> is_end("copy-done.1"), is_end("copy-done.1 in flight"), is_end("copy-start.1")
+    (True, True, False)
+    """
+    return _ENDS.search(name.removesuffix(IN_FLIGHT)) is not None
 
 
 @lru_cache(maxsize=4096)
@@ -65,36 +90,44 @@ def is_collective(kernel: str) -> bool:
 _KERNELS = {
     "cache": (
         "reshape_and_cache store_kv set_kv kv_?cache_(copy|write|store) kv_cache concat_and_cache set_mla gather_cache "
-        "kv_indices kv_splits kv_blocks slot_mapping req_to_token alloc_(extend|decode)"
+        "kv_indices kv_splits kv_blocks slot_mapping req_to_token alloc_(extend|decode) cat_and_cache set_k_and_s"
     ),
     "routing": (
         "moe_(align|sum) topk_?gating fused_moe_sort moe_?sort count_and_sort permute_moe moe_permute routing "
-        "finalizeKernel expandInputRows grouped_topk moe_fused_gate ep_(scatter|gather)"
+        "finalizeKernel expandInputRows grouped_topk moe_fused_gate ep_(scatter|gather) "
+        "topk_(softmax|sigmoid|forward) fused_topk expert_(offsets|histogram) shared_experts expt_data"
     ),
     "attention": (
         "flash(?!infer) fmha attn attention mha_ sdpa paged_?decode mla_ splash With(Paged|Ragged)?KVCache MergeStates "
-        "aiter(::|\\d+)pa_ _kernel_stage\\d ^_(fwd|bwd)_kernel bwd_kernel_ bwd_preprocess mha\\b "
-        "merge_states? reduce_segments"
+        "aiter(::|\\d+)pa_ _kernel_stage\\d ^_?(fwd|bwd)_kernel bwd_kernel_ bwd_preprocess mha\\b "
+        "merge_states? reduce_segments mqa_logits pa_(decode|prefill|sparse) decode_att_"
     ),
-    "recurrence": "selective_scan ssd_ chunk_scan causal_conv1d gated_delta chunk_fwd rwkv lru_",
-    "convolution": "conv(?!ert) dgrad wgrad fprop igemm winograd scudnn cudnn.*_nhwc_ nchwToNhwc nhwcToNchw miopen",
+    "recurrence": (
+        "selective_(scan|state) ssd_ chunk_(scan|state|cumsum|fwd|kda) state_passing causal_conv1d delta_rule rwkv lru_"
+    ),
+    "convolution": (
+        "conv(?!ert) dgrad wgrad fprop igemm winograd scudnn cudnn.*_nhwc_ nchwToNhwc nhwcToNchw miopen(?!BatchNorm)"
+    ),
     "matmul": (
-        "gemm gemv cijk_ nvjet xmma wgmma cutlass.*(mma|matmul) matmul splitk _mm_ \\bmm_ tem_fused_(mm|addmm|bmm) "
-        "\\bbmm_ dot_kernel cublas grouped_mm (scaled|flat)_?mm fused_moe fmoe moe_kernel marlin gmm\\b ^dot "
-        "cutlass_\\w*(tensorop|simt)"
+        "gemm(?!a(_|\\d|rms)) gemv cijk_ nvjet xmma wgmma cutlass.*(mma|matmul) matmul splitk _mm_ \\bmm_ "
+        "tem_fused_(mm|addmm|bmm) \\bbmm_ dot_kernel cublas grouped_mm (scaled|flat)_?mm fused_moe fmoe moe_kernel "
+        "marlin gmm\\b ^dot cutlass_\\w*(tensorop|simt) lora_(shrink|expand) machete"
     ),
-    "optimizer": "adam multi_tensor_apply _foreach sgd lamb_ lion_ fused_optim lpnorm clip_grad",
-    "normalization": "(rms|layer|batch|group|add_rms|instance)_?norm rms_kernel bn_fw bn_bw _norm_kernel",
+    "optimizer": "(?<!h)adam multi_tensor_apply _foreach sgd lamb_ lion_ fused_optim lpnorm clip_grad",
+    "normalization": (
+        "(rms|layer|batch|group|add_rms|instance|l2|qk)_?norm rms_kernel bn_fw bn_bw _norm_kernel GammaBeta"
+    ),
+    "sampling": (
+        "sampl argmax top_?p\\b multinomial penalt bitmask radix_?sort devicesort bitonicsort topk philox distribution "
+        "temperature min_p"
+    ),
     "softmax": "softmax cross_?entropy logsumexp nll_loss",
     "embedding": (
         "(?<!rotary_)embedding index_?select gather_kernel vocab_parallel indexing_backward index_put embed_ tbe_"
     ),
-    "sampling": (
-        "sampl argmax top_?p\\b multinomial penalt bitmask radix_?sort devicesort bitonicsort topk philox distribution"
-    ),
     "layout": (  # names of Inductor's kernels list all that they fuse: casts and views, too
-        "^(?!triton_(poi|red|per)_fused).*(transpose|permute|copy|cat(array|ed|_)|contiguous|pad_kernel|slice_kernel) "
-        "memcpy "
+        "^(?!triton_(poi|red|per)_fused).*((?<!cast_)transpose|permute|copy|cat(array|ed|_)|contiguous|pad_kernel"
+        "|slice_kernel|SubTensorOp) memcpy "
         "^triton_poi_fused(_(clone|cat|transpose|permute|constant_pad_nd|slice|view|unsqueeze|expand))+(_\\d+)?(\\.kd)?$"
     ),
     "memset": "memset fillbuffer fillfunctor zero_kernel",
@@ -103,8 +136,9 @@ _KERNELS = {
         "avg_pool histogram"
     ),
     "elementwise": (
-        "elementwise vectorized pointwise triton_poi functor _and_mul activation silu gelu swiglu rotary rope act_ "
-        "quant cast convert cvt_ add_kernel mul_kernel where arange binary unary dropout loop_.*fusion wrapped_"
+        "elementwise vectorized pointwise triton_(poi|_\\d) functor _and_mul activation silu gelu swiglu rotary rope "
+        "act_ quant cast convert cvt_ add_kernel mul_kernel where arange binary unary dropout loop_.*fusion "
+        "wrapped_ kn_entry_ geglu gated_kernel hadamard cast_transpose"
     ),
 }
 _KERNEL_PATTERNS = tuple((kind, re.compile(words.replace(" ", "|"), re.IGNORECASE)) for kind, words in _KERNELS.items())
@@ -128,6 +162,8 @@ _PARENT_PATTERNS = tuple((kind, re.compile(words.replace(" ", "|"), re.IGNORECAS
 
 #: What helps a product or an attention, and is neither: its kernel's name is believed before the parent's.
 _HELPERS = frozenset({"memset", "cache", "copy"})
+#: What an attention is made of that is not fused.
+_NOT_FUSED = frozenset({"matmul", "softmax"})
 
 
 @lru_cache(maxsize=65536)
@@ -142,7 +178,8 @@ def kernel_category(kernel: str, parent: str = "") -> str:
     own = next((category for category, pattern in _KERNEL_PATTERNS if pattern.search(kernel[:600])), "other")
     if own in _HELPERS or not parent:
         return own
-    return next((category for category, pattern in _PARENT_PATTERNS if pattern.search(parent)), own)
+    found = next((category for category, pattern in _PARENT_PATTERNS if pattern.search(parent)), own)
+    return own if found == "attention" and own in _NOT_FUSED else found
 
 
 _MOVES = re.compile(r"__amd_rocclr_(copy|fill)|memcpy|memset|copybuffer|fillbuffer", re.IGNORECASE)

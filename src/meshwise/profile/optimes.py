@@ -17,6 +17,9 @@ from meshwise.profile.partition import Busy, self_time
 from meshwise.profile.ranks import Lane
 from meshwise.profile.trace import SECOND, Activity, OpKind
 
+#: Share of a memory's rate above which bytes cannot have come from it: catalogs round, and caches help a little.
+_MOST_OF_HBM = 1.1
+
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
@@ -103,13 +106,19 @@ def peak_of(chip: Chip, op: OpKind) -> float | None:
 
 
 def roofline_of(time: OpTime, chip: Chip | None) -> Roofline | None:
-    """How near an operation comes to the roofline; None if its work or the chip is not known."""
+    """How near an operation comes to the roofline; None if its work or the chip is not known.
+
+    A kernel that reads some pages of a pool is told to read all of it. Bytes that the memory could not have moved in
+    this time were not moved, and count as not known.
+    """
     op = time.kind
     if chip is None or op.activity != Activity.COMPUTE or not time.seconds:
         return None
     peak = peak_of(chip, op) if op.category in ("matmul", "attention", "convolution") else chip.vector_flops_per_s
     compute = (op.flops or 0.0) / peak if peak else 0.0
     memory = (op.num_bytes or 0.0) / chip.hbm_bandwidth
+    if memory * time.runs > _MOST_OF_HBM * time.seconds:
+        memory = 0.0
     floor = max(compute, memory) * time.runs
     if not floor:
         return None

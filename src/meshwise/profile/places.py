@@ -6,23 +6,26 @@ Not here: whether a place is a cause of slowness (`causes`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from meshwise.profile.idle import LONG
 from meshwise.profile.profile import DeviceTimes, Profile
 from meshwise.profile.trace import SECOND, Activity, OpKind
 
-#: What is shorter (seconds) is no place of its own.
-LONG = 0.5e-3
 #: Steps stand out by this share of a step, and by this factor of how much the usual ones differ: many of them; two tell
 #: less, and the factor is three times that.
 _UNUSUAL_SHARE, _UNUSUAL_FACTOR, _MOST_UNUSUAL = 0.01, 4.0, 3
 #: A gap's places in two steps are one if they lie within this share of a step's operations (or two of them) of each
 #: other, and lengths differ by less than this factor; so many of the longest are compared.
 _NEAR, _ALIKE, _MOST_COMPARED = 0.02, 1.5, 200
+#: A gap that is longer by this factor than another may be another's, though both are after one operation.
+_FAR = 3.0
+#: A step stands out if it is longer than the shortest other step by at least this share of what takes longer in it.
+_LONGER = 0.5
 
 Seconds = npt.NDArray[np.float64]
 
@@ -46,11 +49,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Unusual:
-    """A place that takes longer in few steps: seconds more there, and which steps (of all) these are."""
+    """A place that takes longer in few steps: seconds more there, which of all steps, the device if it is one alone."""
 
     place: Place
     seconds: float
     at: npt.NDArray[np.bool_]
+    device: int | None
 
     @property
     def share(self) -> float:
@@ -63,16 +67,25 @@ class Unusual:
         return f"{int(self.at.sum())} of {len(self.at)} steps"
 
 
-def standing_out(places: Sequence[Place], step_s: float) -> tuple[list[Unusual], list[Seconds]]:
-    """The places at which steps stand out most, and seconds [devices, steps] of each place as if these did not."""
+def standing_out(profile: Profile, places: Sequence[Place]) -> tuple[list[Unusual], list[Seconds]]:
+    """The places that make few steps longer by most, and seconds [devices, steps] of each place as if they did not.
+
+    If a step without what takes longer there would be far shorter than all others, it does something else less: the
+    place makes it no longer.
+    """
+    steps = np.array([device.lane.steps.duration for device in profile.devices]) / SECOND
     found = []
     for number, place in enumerate(places):
-        at = unusual_steps(place.seconds.max(axis=0), step_s)
+        at = unusual_steps(place.seconds.max(axis=0), profile.step_s)
         if at.any():
             middle = np.median(place.seconds[:, ~at], axis=1, keepdims=True)
             usual = np.where(at, np.minimum(place.seconds, middle), place.seconds)
-            more = float((place.seconds - usual).max(axis=0)[at].mean())
-            found.append((Unusual(place, more, at), number, usual))
+            longer = (place.seconds - usual)[:, at]
+            more = float(longer.max(axis=0).mean())
+            if (steps[:, at].mean(axis=1) - more >= steps[:, ~at].min(axis=1) - _LONGER * more).any():
+                late = np.flatnonzero(2 * longer.sum(axis=1) > longer.sum(axis=1).max())
+                device = int(late[0]) if len(late) == 1 else None
+                found.append((Unusual(place, more, at, device), number, usual))
     chosen = sorted(found, key=lambda item: (-item[0].seconds, item[1]))[:_MOST_UNUSUAL]
     seconds = [place.seconds for place in places]
     for _, number, usual in chosen:
@@ -88,9 +101,9 @@ def unusual_steps(seconds: Seconds, step_s: float) -> npt.NDArray[np.bool_]:
     >>> unusual_steps(np.array([2.0, 4.0, 7.0]), 100.0).tolist()
     [False, False, False]
     """
-    usual = np.sort(seconds)[: len(seconds) // 2 + 1]
     if len(seconds) < 3:
         return np.zeros(len(seconds), dtype=bool)
+    usual = np.sort(seconds)[: len(seconds) // 2 + 1]
     factor = _UNUSUAL_FACTOR * (1 + 2 / (len(usual) - 1))
     least = max(LONG, _UNUSUAL_SHARE * step_s, factor * float(usual[-1] - usual[0]))
     found: npt.NDArray[np.bool_] = seconds - np.median(usual) >= least
@@ -99,7 +112,7 @@ def unusual_steps(seconds: Seconds, step_s: float) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """A long gap: what it follows, the n-th run of that; operations of the step before it, and in all."""
+    """A long gap: what it follows, the n-th run of that; operations of the step before it, and in all (1 or more)."""
 
     device: int
     step: int
@@ -116,13 +129,28 @@ def gap_places(profile: Profile) -> tuple[Place, ...]:
     """Long gaps of all devices by place, the longest in all first."""
     shape = len(profile.devices), len(profile.devices[0].lane.steps)
     gaps = [gap for place, device in enumerate(profile.devices) for gap in _long_gaps(place, device)]
+    named = _by_name(gaps)
+    whole = [found for found in named if len(found) >= shape[0] * shape[1] and len(_parts(found)) == 1]
+    parts = [part for found in named if found not in whole for part in _parts(found)]
+    places = [_place(found, shape) for found in (*whole, *_joined(parts))]
+    return tuple(sorted(places, key=lambda p: (-p.seconds.sum(), p.name, p.longest)))
+
+
+def _by_name(gaps: Iterable[_Gap]) -> list[list[_Gap]]:
+    """Gaps after the same run of an operation together."""
     named: dict[tuple[str, int, bool], list[_Gap]] = defaultdict(list)
     for gap in gaps:
         named[gap.after, gap.run, gap.between].append(gap)
-    full = [found for found in named.values() if len(found) >= shape[0] * shape[1]]
-    rest = [found for found in named.values() if len(found) < shape[0] * shape[1]]
-    places = [_place(found, shape) for found in (*full, *_joined(rest))]
-    return tuple(sorted(places, key=lambda p: (-p.seconds.sum(), p.name, p.longest)))
+    return list(named.values())
+
+
+def _parts(gaps: Sequence[_Gap]) -> list[list[_Gap]]:
+    """Gaps of one name as one part, or those that are far longer than the rest apart: they may be others'."""
+    longest = max(g.end - g.start for g in gaps)
+    parts: tuple[list[_Gap], list[_Gap]] = [], []
+    for gap in gaps:
+        parts[_FAR * (gap.end - gap.start) < longest].append(gap)
+    return [part for part in parts if part]
 
 
 def _place(gaps: Sequence[_Gap], shape: tuple[int, int]) -> Place:
@@ -140,22 +168,25 @@ def _joined(found: Sequence[list[_Gap]]) -> Iterator[list[_Gap]]:
         return sum(g.end - g.start for g in gaps) / len(gaps)
 
     rest = sorted(found, key=lambda gaps: (-length(gaps), gaps[0].after, gaps[0].run))
-    yield from rest[_MOST_COMPARED:]
-    rest = rest[:_MOST_COMPARED]
+    rest, alone = rest[:_MOST_COMPARED], rest[_MOST_COMPARED:]
     while rest:
         own = rest.pop(0)
         steps = {(g.device, g.step) for g in own}
         kept = []
         for other in rest:
             places = {(g.device, g.step) for g in other}
-            apart = abs(own[0].before - other[0].before)
-            near = apart <= max(2, _NEAR * own[0].operations) and length(own) < _ALIKE * length(other)
+            apart = abs(own[0].before / own[0].operations - other[0].before / other[0].operations)
+            near = apart <= max(2 / own[0].operations, _NEAR) and length(own) < _ALIKE * length(other)
             if near and own[0].between == other[0].between and not places & steps:
                 own, steps = own + other, steps | places
             else:
                 kept.append(other)
         rest = kept
-        yield own
+        if len({(g.after, g.run) for g in own}) > 1:
+            yield own
+        else:
+            alone.append(own)
+    yield from _by_name(gap for own in alone for gap in own)
 
 
 def _long_gaps(place: int, device: DeviceTimes) -> list[_Gap]:
@@ -180,24 +211,21 @@ def _long_gaps(place: int, device: DeviceTimes) -> list[_Gap]:
         if after not in runs:
             runs[after] = np.flatnonzero(np.isin(op, numbers[after]))
         run = int(np.searchsorted(runs[after], last - 1) - np.searchsorted(runs[after], low))
-        found.append(_Gap(place, step, start, end, after, run, last - low, high - low, end == steps.end[step]))
+        operations = max(high - low, 1)  # none may end in a step
+        found.append(_Gap(place, step, start, end, after, run, last - low, operations, end == steps.end[step]))
     return found
 
 
 def collective_places(profile: Profile) -> Mapping[OpKind, tuple[Place, ...]]:
     """Of each collective its runs in a step, with the time of each that nothing hides, waiting for others left out."""
     shape = len(profile.devices), len(profile.devices[0].lane.steps)
-    runs: dict[tuple[OpKind, int], Seconds] = {}
-    first: dict[tuple[OpKind, int], tuple[int, int, int]] = {}
-    for place, device in enumerate(profile.devices):
-        for step, op, number, start, end, exposed in _collective_runs(device):
-            key = device.lane.ops[op], number
-            if key not in runs:
-                runs[key], first[key] = np.zeros(shape), (place, start, end)
-            runs[key][place, step] += exposed
-    found: dict[OpKind, list[Place]] = defaultdict(list)
-    for (kind, number), row in runs.items():
-        found[kind].append(Place(kind.name, False, row, first[kind, number]))
+    found: dict[OpKind, list[Place]] = {}
+    for number, device in enumerate(profile.devices):
+        own = [found.setdefault(op, []) if op.activity == Activity.COLLECTIVE else [] for op in device.lane.ops]
+        for step, op, run, start, end, exposed in _collective_runs(device):
+            if run >= len(own[op]):  # runs of an operation are counted from 0 in each step
+                own[op].append(Place(device.lane.ops[op].name, False, np.zeros(shape), (number, start, end)))
+            own[op][run].seconds[number, step] += exposed
     return {kind: tuple(places) for kind, places in found.items()}
 
 

@@ -20,7 +20,7 @@ from meshwise.profile.optimes import OpTime, op_times, peak_of
 from meshwise.profile.partition import PARTS, Busy, Partition, busy_times, partition
 from meshwise.profile.ranks import Lane, Waiting, find_waiting
 from meshwise.profile.steps import find_steps, same_steps
-from meshwise.profile.trace import SECOND, Trace
+from meshwise.profile.trace import SECOND, Activity, Trace
 
 #: Operations of no known kind are said from this share of busy time on.
 _UNKNOWN = 0.01
@@ -79,6 +79,11 @@ class Profile:
     def steps_found(self) -> str:
         """How the steps were found."""
         return self.devices[0].lane.steps.how
+
+    @property
+    def whole_ops(self) -> tuple[OpTime, ...]:
+        """Operations without what starts and waits for collectives that stand there in flight, too."""
+        return tuple(t for t in self.ops if t.kind.collective is not None or t.kind.activity != Activity.COLLECTIVE)
 
     @property
     def flops(self) -> float:

@@ -69,9 +69,10 @@ def find_waiting(lanes: Sequence[Lane]) -> Waiting:
     """Match the collectives of all devices and divide each into waiting and wire."""
     number = len(lanes)
     runs: dict[Hashable, list[_Run]] = defaultdict(list)
+    alike: dict[Hashable, int] = {}
     total = 0
     for place, lane in enumerate(lanes):
-        for key, run in _collectives(place, lane):
+        for key, run in _collectives(place, lane, alike):
             runs[key].append(run)
             total += 1
     sums = _Sums([[] for _ in lanes], [0.0] * number, [0.0] * number, [0.0] * number)
@@ -102,17 +103,18 @@ def _union(waits: Sequence[tuple[int, int]]) -> Intervals:
     return Intervals.of(columns[:, 0], columns[:, 1])
 
 
-def _collectives(place: int, lane: Lane) -> list[tuple[Hashable, _Run]]:
-    """Each run of a collective in a step, with what is equal on all devices that take part in it.
+def _collectives(place: int, lane: Lane, alike: dict[Hashable, int]) -> list[tuple[Hashable, _Run]]:
+    """Each run of a collective in a step, with what is equal on all devices that take part in it (`alike` numbers it).
 
     The step is counted from the last one, or named by its marker where all names differ; in a step the n-th run of one
     kind, size and group meets the n-th of others.
     """
     steps, named = lane.steps, len(set(lane.steps.names)) == len(lane.steps) and "#" in "".join(lane.steps.names)
-    activity = np.array([op.activity == Activity.COLLECTIVE for op in lane.ops], dtype=bool)
+    ops = [_matched(op, lane.device.rank, alike) for op in lane.ops]
+    matched = np.array([number is not None for number in ops], dtype=bool)
     rows = []
     for stream in lane.device.streams:
-        chosen = activity[stream.op] & (stream.duration > 0)
+        chosen = matched[stream.op] & (stream.duration > 0)
         step = steps.at(stream.start)
         inside = chosen & (step >= 0)
         columns = (stream.start[inside], stream.duration[inside], stream.op[inside], step[inside])
@@ -120,13 +122,18 @@ def _collectives(place: int, lane: Lane) -> list[tuple[Hashable, _Run]]:
     seen: Counter[Hashable] = Counter()
     found: list[tuple[Hashable, _Run]] = []
     for start, duration, op, step in sorted(rows):
-        kind = lane.ops[op]
-        sent = kind.collective
-        if sent is None or sent.kind in ("send-recv", "collective-permute", "barrier"):
-            continue
-        moment = steps.names[step] if named else step - len(steps)
-        members = sent.group_of(lane.device.rank)
-        key = (moment, kind.name, kind.program, sent.kind, sent.num_bytes, sent.group_size, members)
+        key = steps.names[step] if named else step - len(steps), ops[op]
         found.append(((*key, seen[key]), (place, start, duration)))
         seen[key] += 1
     return found
+
+
+def _matched(kind: OpKind, rank: int | None, alike: dict[Hashable, int]) -> int | None:
+    """A number for what is equal on all devices that take part in a collective; None if it is none of a group."""
+    sent = kind.collective
+    if kind.activity != Activity.COLLECTIVE or sent is None:
+        return None
+    if sent.kind in ("send-recv", "collective-permute", "barrier"):
+        return None
+    key = kind.name, kind.program, sent.kind, sent.num_bytes, sent.group_size, sent.group_of(rank)
+    return alike.setdefault(key, len(alike))

@@ -284,6 +284,8 @@ def _steady(device: Device, steps: Steps, factor: float) -> Steps:
     while len(duration) - first > 2 and duration[first] > factor * np.quantile(
         duration[first + 1 : -1], 0.5, method="lower"
     ):
+        if first and duration[first] > duration[first - 1]:  # it warms up no more
+            break
         first += 1
     if len(duration) == 2 and duration[0] > max(1.5, factor) * duration[1]:
         first = 1

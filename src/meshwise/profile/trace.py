@@ -256,6 +256,12 @@ class StreamBuilder:
         self.launch.append(launch)
         self.run.append(run)
 
+    def extend(self, start: Times, duration: Times, op: Times, launch: Times, run: Times) -> None:
+        """Add many events."""
+        columns = (self.start, start), (self.duration, duration), (self.op, op), (self.launch, launch), (self.run, run)
+        for own, more in columns:
+            own.frombytes(more.astype(own.typecode).tobytes())
+
     def build(self) -> Stream:
         """The stream, by start; of those that start together the longest first."""
         start, duration = np.array(self.start, dtype=np.int64), np.array(self.duration, dtype=np.int64)

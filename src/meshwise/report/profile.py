@@ -86,7 +86,10 @@ def answer_line(diagnosis: Diagnosis) -> str:
     head = f"{format_time(profile.step_s)} a step{planned}"
     if not named:
         return f"{head}, {profile.partition_s['compute'] / profile.step_s:.0%} of it computing: nothing stands out"
-    reasons = ", ".join(f"{c.what} ({format_time(c.seconds)})" for c in named)
+    times: dict[str, list[str]] = {}
+    for cause in named:
+        times.setdefault(cause.what, []).append(format_time(cause.seconds))
+    reasons = ", ".join(f"{what} ({' and '.join(each)})" for what, each in times.items())
     without = {1: "it", 2: "both"}.get(len(named), "these")
     return f"{head}: {reasons}; without {without} about {format_time(diagnosis.reachable_s)}"
 
@@ -264,7 +267,7 @@ def next_steps(diagnosis: Diagnosis) -> tuple[str, ...]:
     profile = diagnosis.profile
     several = len(profile.devices) > 1 or not any(t.kind.activity == Activity.COLLECTIVE for t in profile.ops)
     return said(
-        *(f"{c.name}: {c.change}" for c in diagnosis.named[:2]),
+        *dict.fromkeys(f"{c.name}: {c.change}" for c in diagnosis.named[:2]),
         None
         if several
         else "traces of several ranks tell waiting from wire: meshwise profile rank0.json.gz rank1.json.gz",

@@ -49,7 +49,8 @@ class Cause:
         change: what to do about it.
         what: the cause in a few words, for the first line.
         share: of the steps that have it, where these are few; else 1.
-        weight: of its seconds in the order of causes: 1, `SPREAD` or `LEFT_OVER`.
+        weight: of its seconds in the order of causes: 1, `SPREAD`, between these, or `LEFT_OVER`.
+        device: which one is idle in few steps, or late for more than it computes longer; None for all others.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Cause:
     what: str
     share: float = 1.0
     weight: float = 1.0
+    device: int | None = None
 
     @property
     def average(self) -> float:

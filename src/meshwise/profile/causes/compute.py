@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from meshwise.profile.kinds import short_name
 from meshwise.profile.optimes import OpTime, Roofline, roofline_of
 from meshwise.profile.profile import Profile
 from meshwise.profile.scores import score_sizes
-from meshwise.profile.trace import SECOND, Activity
+from meshwise.profile.trace import SECOND, Activity, OpKind
 
 #: A size is worth padding if it lacks more than this share of itself to a multiple of 64, or is none of 8.
 _WASTE = 0.05
@@ -28,6 +28,11 @@ _WASTE = 0.05
 #: below this share of that is slow.
 _GOOD_MATMUL, _SLOW = 0.7, 0.7
 _ATTENTION = re.compile(r"softmax|attention|attn", re.IGNORECASE)
+#: Operations of PyTorch whose products are of queries and keys, or of scores and values.
+_PARTS = re.compile(r"aten::(bmm|baddbmm)$|attention|attn|sdpa", re.IGNORECASE)
+#: Kernels that choose experts, or tokens.
+_CHOOSES = re.compile(r"top_?k|sort|argmax|multinomial", re.IGNORECASE)
+_PRODUCT, _SOFTMAX, _APART = 1, 2, 3
 _CHAINED = ("elementwise", "normalization", "softmax")
 
 
@@ -36,7 +41,7 @@ def compute_causes(profile: Profile) -> Iterator[Cause]:
     ops = tuple(t for t in profile.ops if t.kind.activity == Activity.COMPUTE)
     sizes = score_sizes(ops)
     written = _written(ops, sizes)
-    yield from _attention(ops, sizes, written)
+    yield from _attention(profile, ops, sizes, written)
     yield from _recompute(profile)
     others = tuple(t for t in ops if t.kind.category == "matmul" and t.kind.matmul is not None and t not in written)
     yield from _matmuls(others, profile.chip)
@@ -64,7 +69,7 @@ def _written(ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]]) -> tupl
 
 
 def _attention(
-    ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]], written: tuple[OpTime, ...]
+    profile: Profile, ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]], written: tuple[OpTime, ...]
 ) -> Iterator[Cause]:
     seconds = sum(t.seconds for t in written)
     if seconds:
@@ -79,14 +84,51 @@ def _attention(
         )
         yield Cause("attention-not-fused", seconds, evidence, _FUSE, "attention is not fused")
         return
-    softmax = [t for t in ops if t.kind.category == "softmax" and not _is_loss(t)]
-    batched = [t for t in ops if t.kind.parent in ("aten::bmm", "aten::baddbmm")]
-    first, second = (sum(t.seconds for t in found) for found in (softmax, batched))
-    if first > 0.1 * second and not any(t.kind.category == "attention" for t in ops):
-        seconds = first + second
-        names = f"softmax takes {format_time(first)} and batched products {format_time(second)}"
-        evidence = f"no operation is a fused attention; {names}"
-        yield Cause("attention-not-fused", seconds, evidence, _FUSE, "attention is not fused")
+    softmax = {t.kind for t in ops if t.kind.category == "softmax" and not _is_loss(t)}
+    named = all(op.parent for op in softmax)
+    if not softmax or (not named and any(t.kind.category == "attention" for t in ops)):
+        return  # names of products do not tell those of attention from those beside softmaxes of experts
+    runs, first, second = _beside(profile, softmax, named)
+    if first > 0.1 * second and (runs > 1 or named):
+        evidence = (
+            f"{runs:,.0f} softmaxes a step, each between two products, take {format_time(first)}, products beside them "
+            f"{format_time(second)}"
+        )
+        yield Cause("attention-not-fused", first + second, evidence, _FUSE, "attention is not fused")
+
+
+def _role(op: OpKind, softmax: Container[OpKind], named: bool) -> int:
+    """What an operation is to an attention that is not fused; 0 if it may lie between its parts."""
+    if op in softmax:
+        return _SOFTMAX
+    if op.category == "matmul":
+        return _PRODUCT if not named or _PARTS.search(op.parent) else _APART
+    return _APART if op.category == "routing" or _CHOOSES.search(op.name) else 0
+
+
+def _beside(profile: Profile, softmax: Container[OpKind], named: bool) -> tuple[float, float, float]:
+    """Of a step, softmaxes between two products: how many, their seconds, and those of the products beside them.
+
+    Where operations of the framework are known (`named`), only products of attention count, all that stand in a row.
+    """
+    runs = first = second = weight = 0
+    for device in profile.devices:
+        lane = device.lane
+        number = np.array([_role(op, softmax, named) for op in lane.ops], dtype=np.int8)
+        weight += len(lane.steps)
+        for stream in lane.device.streams:
+            step = lane.steps.at(stream.start)
+            kept = np.flatnonzero((step >= 0) & (number[stream.op] > 0))  # others lie between: scales, masks, casts
+            roles, step, length = number[stream.op][kept], step[kept], stream.duration[kept]
+            at = np.flatnonzero(roles == _SOFTMAX)
+            at = at[(at > 0) & (at < len(kept) - 1)]
+            at = at[(roles[at - 1] == _PRODUCT) & (roles[at + 1] == _PRODUCT) & (step[at - 1] == step[at + 1])]
+            near = np.unique(np.concatenate((at - 1, at + 1)))
+            if named:
+                row = np.cumsum(np.diff(roles, prepend=0) != 0)
+                near = np.isin(row, row[near])
+            runs, first, second = runs + len(at), first + int(length[at].sum()), second + int(length[near].sum())
+    return runs / max(weight, 1), first / SECOND / max(weight, 1), second / SECOND / max(weight, 1)
 
 
 _FUSE = (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from meshwise.core.units import format_bytes, format_time
 from meshwise.profile.causes.cause import Cause
-from meshwise.profile.kinds import short_name
+from meshwise.profile.kinds import IN_FLIGHT, is_end, short_name
 from meshwise.profile.profile import Profile
 from meshwise.profile.trace import Activity, OpKind
 
@@ -23,11 +23,13 @@ def copy_causes(profile: Profile) -> Iterator[Cause]:
     if not exposed or not total:
         return
     host = [t for t in copies if re.search(r"HtoD|DtoH|H2D|D2H|infeed|outfeed|host", t.kind.name)]
-    moved = sum((t.kind.num_bytes or 0.0) * t.runs for t in copies)
+    names = {t.kind.name for t in copies}
+    whole = [t for t in copies if not is_end(t.kind.name) and t.kind.name + IN_FLIGHT not in names] or copies
+    moved = sum((t.kind.num_bytes or 0.0) * t.runs for t in whole)
     first = max(copies, key=lambda t: (t.exposed, t.kind.key)).kind
     size = f", {format_bytes(moved)}" if moved else ""
     evidence = (
-        f"{sum(t.runs for t in copies):,.0f} copies a step{size}, {format_time(exposed)} of them not hidden, most in "
+        f"{sum(t.runs for t in whole):,.0f} copies a step{size}, {format_time(exposed)} of them not hidden, most in "
         f"{short_name(first.name)[:60]}{f' of {first.parent}' if first.parent else ''}"
     )
     both = [any(re.search(way, t.kind.name) for t in host) for way in ("HtoD|H2D", "DtoH|D2H")]

@@ -14,6 +14,7 @@ from meshwise.core.units import format_bandwidth, format_bytes, format_time
 from meshwise.profile.causes.cause import Cause
 from meshwise.profile.causes.strided import strided_groups
 from meshwise.profile.groups import Group, communication, key_of
+from meshwise.profile.kinds import short_name
 from meshwise.profile.places import Place, collective_places, standing_out, unusual_steps
 from meshwise.profile.profile import Profile
 from meshwise.profile.trace import OpKind
@@ -44,7 +45,7 @@ def network_causes(profile: Profile) -> Iterator[Cause]:
 
 def _single(profile: Profile, group: Group, runs: Sequence[tuple[OpKind, Place]]) -> Iterator[Cause]:
     """Runs of a collective that stand out: in few steps, or in each from the other runs of the same size."""
-    unusual, usual = standing_out([place for _, place in runs], profile.step_s)
+    unusual, usual = standing_out(profile, [place for _, place in runs])
     for found in unusual:
         evidence = f"in {found.steps} one {group.kind} takes {format_time(found.seconds)} longer that nothing hides"
         what = f"{group.kind} is not hidden in {found.steps}"
@@ -68,7 +69,7 @@ def _by_size(means: Sequence[tuple[OpKind, float]]) -> Iterator[tuple[str, list[
     alike: dict[tuple[float, str], list[float]] = defaultdict(list)
     for kind, seconds in means:
         size = kind.collective.num_bytes if kind.collective else None
-        alike[(size, format_bytes(size)) if size else (0.0, kind.name[:60])].append(seconds)
+        alike[(size, format_bytes(size)) if size else (0.0, short_name(kind.name)[:60])].append(seconds)
     for (size, name), own in alike.items():
         larger = [s for (other, _), found in alike.items() if other > size > 0 for s in found]
         yield name, own, own + larger

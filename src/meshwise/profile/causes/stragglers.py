@@ -17,7 +17,7 @@ from meshwise.profile.profile import DeviceTimes, Profile
 from meshwise.profile.trace import SECOND
 
 #: A straggler costs at least this share of a step.
-_LATE = 0.01
+LATE = 0.01
 #: It costs more than the next by this factor. What it computes longer explains waits that differ by less.
 _FACTOR = 2.0
 
@@ -33,10 +33,12 @@ def straggler_causes(profile: Profile) -> Iterator[Cause]:
     waited = profile.partition_s["waiting"]
     seconds = late[worst]
     next_worst = max(*late[:worst], *late[worst + 1 :], 0.0)
-    if seconds > _FACTOR * next_worst and seconds > _LATE * profile.step_s:
-        what = f"{_device_name(devices, worst)} is slower than the others"
+    if seconds > _FACTOR * next_worst and seconds > LATE * profile.step_s:
+        what = f"{device_name(devices, worst)} is slower than the others"
         evidence = _slow_words(devices, worst, seconds, slower[worst])
-        yield Cause("straggler", seconds, evidence, _replace_words(devices, worst, slower[worst]), what)
+        change = _replace_words(devices, worst, slower[worst])
+        idle = worst if seconds > slower[worst] else None  # what it computes longer, it does in every step
+        yield Cause("straggler", seconds, evidence, change, what, device=idle)
         waited -= min(seconds, profile.waiting.blame_s(worst)) * (len(devices) - 1) / len(devices)
     if waited > 0:
         evidence = (
@@ -67,7 +69,7 @@ def _lateness(profile: Profile, place: int, computes: float) -> float:
     late = max(steps, min(more, exposed)) if max(steps, more) >= usual else 0.0
     if steps > _FACTOR * _spread(devices) > 0:
         late = max(late, steps)
-    return computes if computes >= steps and _FACTOR * computes >= late else late
+    return computes if (computes >= steps or not late) and _FACTOR * computes >= late else late
 
 
 def _spread(devices: Sequence[DeviceTimes]) -> float:
@@ -83,13 +85,13 @@ def _slow_words(devices: tuple[DeviceTimes, ...], worst: int, seconds: float, co
     compute = own.mean("compute")
     more = f"{computes / (compute - computes):+.1%}" if compute > computes else "as long"
     return (
-        f"{_device_name(devices, worst)} costs the others {format_time(seconds)} a step: the same operations take it "
+        f"{device_name(devices, worst)} costs the others {format_time(seconds)} a step: the same operations take it "
         f"{more}, it is idle {format_time(max(own.mean('idle'), 0))} (others {format_time(max(usual, 0))}); the others "
         f"wait {format_time(waits)} in collectives"
     )
 
 
-def _device_name(devices: tuple[DeviceTimes, ...], place: int) -> str:
+def device_name(devices: tuple[DeviceTimes, ...], place: int) -> str:
     """A device's name; its file's where all have one name."""
     own = devices[place]
     return own.lane.device.name if len({d.lane.device.name for d in devices}) > 1 else own.trace.source

@@ -20,6 +20,8 @@ from meshwise.profile.trace import Collective
 #: A collective that takes longer than its wire by this factor lies badly; smaller ones than this are latency.
 _STRIDED, _FEWEST_BYTES = 1.6, 1 << 20
 _GPUS_OF_A_NODE = 8
+#: It takes longer by how much more its links carry, and by this factor: the rest has another reason.
+_EXPLAINED = 1.25
 #: Load of a line's or of a pair's links, of which each goes both ways (`Slice.load`).
 _LINE = 2.0
 
@@ -92,7 +94,8 @@ def _strided(group: Group, lies: _Lies, efficiency: float, waited: float) -> Cau
         return None
     expected = wire_bytes(group.kind, group.num_bytes, group.size) / (lies.bandwidth * efficiency)
     wire = group.seconds - waited
-    seconds = min(wire, group.exposed) - expected
+    most = _EXPLAINED * lies.bandwidth / lies.own if lies.own < lies.bandwidth else math.inf
+    seconds = min(wire, group.exposed, most * expected) - expected
     if wire <= _STRIDED * expected or seconds <= 0:
         return None
     evidence = (

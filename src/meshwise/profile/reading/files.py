@@ -79,11 +79,12 @@ def _read_bytes(data: bytes, place: Path) -> Trace:
 
         return read_nsys(place)
     if data[:1] == b"\x0a":
-        from meshwise.profile.reading.xplane import read_xplane  # noqa: PLC0415  (protobuf is loaded when it is needed)
+        from meshwise.profile.reading.protos import BrokenProtoError  # noqa: PLC0415  (loaded when it is needed)
+        from meshwise.profile.reading.xplane import read_xplane  # noqa: PLC0415  (with NumPy's columns and protobuf)
 
         try:
             return read_xplane(data, name)
-        except (TypeError, OverflowError) as error:  # names that are no text, times that are none
+        except (TypeError, OverflowError, BrokenProtoError) as error:  # names that are no text, times that are none
             raise ConfigError(f"{place} is damaged: {error}; was the file copied as text?") from None
     raise ConfigError(f"{place}: expected a trace, found a file that begins with {data[:8]!r}; known are {_KNOWN}")
 

@@ -164,7 +164,8 @@ class HloProgram:
         waits = opcode.endswith("-done")
         said = _COUNTED.search(scope) if opcode == "custom-call" else None
         part = self._copied(instruction) if opcode == "async-start" else None
-        whole = sum(map(array_bytes, (*read, *written))) if part is None else 2 * part
+        kept = written[:-1] if _has_workspace(instruction, written) else written
+        whole = sum(map(array_bytes, (*read, *kept))) if part is None else 2 * part
         moved = float(said[2]) if said and said[2] else whole
         return OpKind(
             name=instruction.name,
@@ -321,10 +322,10 @@ class HloProgram:
             return 2.0 * math.prod(product) if product else 0.0
         if opcode == "convolution" or (opcode == "custom-call" and "conv" in instruction.custom_call_target):
             return self._convolution(instruction)
-        if opcode in ("reduce", "reduce-window"):
-            return float(
-                sum(math.prod(self._operand(instruction, n)) for n in range(len(instruction.operand_ids) // 2))
-            )
+        if opcode in ("reduce", "reduce-window"):  # for each result one less than it is made of
+            results, window = elements(instruction.shape), math.prod(d.size for d in instruction.window.dimensions)
+            read = sum(math.prod(self._operand(instruction, n)) for n in range(len(instruction.operand_ids) // 2))
+            return float(max((read if opcode == "reduce" else results * window) - results, 0))
         if opcode in _NO_FLOPS or opcode in _HOLDERS or _plain(opcode) in _COLLECTIVES:
             return 0.0
         return float(elements(instruction.shape))
@@ -389,6 +390,11 @@ def _target(instruction: Message) -> str:
 def _plain(opcode: str) -> str:
     """An opcode without the half that it is of an asynchronous pair."""
     return opcode.removesuffix("-start").removesuffix("-done")
+
+
+def _has_workspace(instruction: Message, written: tuple[Array, ...]) -> bool:
+    """Whether a call of a library has its workspace as its last result: what of it is written is not known."""
+    return instruction.custom_call_target.startswith("__cu") and len(written) > 1 and written[-1].dtype == "uint8"
 
 
 def _custom(target: str, scope: str) -> str:

@@ -301,7 +301,8 @@ def gpu_kind(name: str, category: str, args: GpuArguments, parent: HostOp | None
     base = replace(base, category=group, operands=operands)
     work = operation_work(parent_name, operands) if group in ("matmul", "attention") else None
     helps = group in ("matmul", "attention") and kernel_category(name) not in (group, "other")
-    if work is None or helps:  # only the kernel that does the product carries its FLOPs
+    part = work is not None and group == "matmul" and work.matmul is None  # of an attention that is not fused
+    if work is None or helps or part:  # only the kernel that does the product carries its FLOPs
         return base
     told = "shapes" if work.flops else ""
     return replace(base, matmul=work.matmul, flops=work.flops, num_bytes=work.num_bytes, source=told)

@@ -21,7 +21,7 @@ _MESSAGES = {
     "stats 6 *XStat",
     "EventEntry": "key 1 int, value 2 XEventMetadata",
     "StatEntry": "key 1 int, value 2 XStatMetadata",
-    "XLine": "id 1 int, name 2 str, timestamp_ns 3 int, events 4 *XEvent, duration_ps 9 int, display_name 11 str",
+    "XLine": "id 1 int, name 2 str, timestamp_ns 3 int, events 4 *bytes, duration_ps 9 int, display_name 11 str",
     "XEvent": "metadata_id 1 int, offset_ps 2 int, duration_ps 3 int, stats 4 *XStat, num_occurrences 5 int",
     "XStat": "metadata_id 1 int, double_value 2 double, uint64_value 3 uint, int64_value 4 int, str_value 5 str,"
     "bytes_value 6 bytes, ref_value 7 uint",

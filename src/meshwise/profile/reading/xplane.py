@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from meshwise.profile.chips import chip_of
-from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
+from meshwise.profile.kinds import IN_FLIGHT, collective_kind, is_part, kernel_activity, kernel_category
+from meshwise.profile.reading.events import Events, read_events
 from meshwise.profile.reading.graphs import GraphNodes, NodeKey
 from meshwise.profile.reading.hlo import HloProgram
 from meshwise.profile.reading.protos import BrokenProtoError, Message, parse
@@ -30,19 +32,20 @@ from meshwise.profile.trace import (
     OpKind,
     Stream,
     StreamBuilder,
+    Times,
     Trace,
 )
 
+_Rows = npt.NDArray[np.intp]
+
 _DEVICE = re.compile(r"/device:(?P<kind>TPU|GPU|[A-Z]+):(?P<number>\d+)(?P<part> SparseCore \d+)?$")
-_NANOSECOND = 1000
 #: Lines of a TPU whose events are operations.
 _OPERATIONS = ("XLA Ops", "Async XLA Ops")
 
-#: Statistics of a host's events that are read: of steps, of launches, of what a CPU device runs.
-_OF_HOSTS = (
-    *("step_num", "correlation_id", "hlo_op", "hlo_module", "device_ordinal", "program_id", "run_id"),
-    *("hlo_category", "tf_op", "name", "flops", "bytes_accessed"),
-)
+#: Statistics that all events of a host are asked for: of steps, of launches, of what a CPU device runs.
+_OF_HOSTS = "step_num", "correlation_id", "hlo_op", "hlo_module", "device_ordinal", "program_id", "run_id"
+#: Those that tell kernels of a GPU apart.
+_OF_KERNELS = "hlo_op", "program_id", "name", "memcpy_details", "cuda_graph_node_id"
 
 
 def read_xplane(data: bytes, source: str) -> Trace:
@@ -124,28 +127,36 @@ def _trace(reader: Reader) -> Trace:
 def _read_host(reader: Reader, plane: Message) -> None:
     names = Names.of(plane)
     texts = {number: str(metadata.name) for number, metadata in names.events.items()}
-    known = {number for number, text in texts.items() if not text.startswith(("$", "end: ", "ThreadpoolListener"))}
-    wanted = names.named(*_OF_HOSTS)
+    known = [number for number, text in texts.items() if not text.startswith(("$", "end: ", "ThreadpoolListener"))]
     cpus: dict[int, dict[str, StreamBuilder]] = {}
     for line in plane.lines:
-        base, stream = line.timestamp_ns * _NANOSECOND, cache(partial(_cpu_stream, cpus, line))
-        rows: list[tuple[int, int, int]] = []
-        for event in line.events:
-            if event.metadata_id not in known:
-                continue
-            start, duration, text = base + event.offset_ps, event.duration_ps, texts[event.metadata_id]
-            stats = names.some(event.stats, wanted)
-            if stats and _host_event(reader, stats, (start, duration, text), stream):
-                continue
-            if duration:
-                rows.append((start, duration, reader.texts.setdefault(text, len(reader.texts))))
-        if rows:
-            columns = np.array(sorted(rows), dtype=np.int64)
-            name = line.display_name or line.name
-            reader.threads.append(HostThread(name, columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int32)))
+        events = read_events(line, names.numbered(*_OF_HOSTS))
+        chosen = np.isin(events.metadata, known)
+        for place in np.flatnonzero(chosen & events.has("step_num")).tolist():
+            number = names.values(events.parsed(place).stats)["step_num"]
+            text = f"{texts[int(events.metadata[place])]} {number}"
+            reader.markers.append(Marker(text, int(events.start[place]), int(events.duration[place])))
+        correlation, launches = events.numbers("correlation_id")
+        launches &= chosen
+        reader.launches.update(zip(correlation[launches].tolist(), events.start[launches].tolist(), strict=True))
+        of_cpus = chosen & ~events.has("correlation_id") & events.has("hlo_op") & events.numbers("device_ordinal")[1]
+        if of_cpus.any():
+            _read_cpus(reader, names, events, np.flatnonzero(of_cpus), partial(_cpu_stream, cpus, line))
+        rows = np.flatnonzero(chosen & ~of_cpus & (events.duration > 0))
+        if len(rows):
+            reader.threads.append(_thread(reader, line, events, rows, texts))
     for number, streams in cpus.items():
         reader.devices.setdefault(("CPU", number), []).extend(b.build() for _, b in sorted(streams.items()))
         reader.chips["CPU", number] = "CPU"
+
+
+def _thread(reader: Reader, line: Message, events: Events, rows: _Rows, texts: Mapping[int, str]) -> HostThread:
+    """What a thread of the host did, by start."""
+    numbers, which = np.unique(events.metadata[rows], return_inverse=True)
+    indices = [reader.texts.setdefault(texts[number], len(reader.texts)) for number in numbers.tolist()]
+    start, duration, text = events.start[rows], events.duration[rows], np.array(indices, dtype=np.int32)[which]
+    order = np.lexsort((text, duration, start))
+    return HostThread(line.display_name or line.name, start[order], duration[order], text[order])
 
 
 def _cpu_stream(cpus: dict[int, dict[str, StreamBuilder]], line: Message, number: int) -> StreamBuilder:
@@ -157,33 +168,32 @@ def _cpu_stream(cpus: dict[int, dict[str, StreamBuilder]], line: Message, number
     return streams[name]
 
 
-def _host_event(
-    reader: Reader,
-    stats: dict[str, object],
-    about: tuple[int, int, str],
-    stream: Callable[[int], StreamBuilder],
-) -> bool:
-    """Read an event with statistics: its start, duration and name; say whether it is an operation of a CPU device."""
-    start, duration, text = about
-    if "step_num" in stats:
-        reader.markers.append(Marker(f"{text} {stats['step_num']}", start, duration))
-    correlation = stats.get("correlation_id")
-    if isinstance(correlation, int):
-        reader.launches[correlation] = start
-    if "hlo_op" not in stats or "device_ordinal" not in stats or correlation is not None:
-        return False
+def _read_cpus(
+    reader: Reader, names: Names, events: Events, rows: _Rows, stream: Callable[[int], StreamBuilder]
+) -> None:
+    """The operations of CPU devices among the events of a thread."""
+    first, which = events.distinct(rows, "hlo_op", "program_id", "hlo_module")
+    ops = np.array([_cpu_op(reader, names, events.parsed(place)) for place in first], dtype=np.int64)[which]
+    device, runs = events.numbers("device_ordinal")[0][rows], _runs(events)[rows]
+    for number in np.unique(device).tolist():
+        own = device == number
+        start = events.start[rows[own]]
+        stream(number).extend(start, events.duration[rows[own]], ops[own], start, runs[own])
+
+
+def _cpu_op(reader: Reader, names: Names, event: Message) -> int:
+    """The number of an operation of a CPU device."""
+    stats, text = names.values(event.stats), str(names.events[event.metadata_id].name)
     key = stats["hlo_op"], stats.get("program_id"), stats.get("hlo_module"), text
-    op = reader.known.get(key)
-    if op is None:
-        op = reader.known[key] = reader.ops.index(hlo_kind(reader, str(stats["hlo_op"]), stats, text))
-    stream(int(str(stats["device_ordinal"]))).add(start, duration, op, start, _run(stats))
-    return True
+    if key not in reader.known:
+        reader.known[key] = reader.ops.index(hlo_kind(reader, str(stats["hlo_op"]), stats, text))
+    return reader.known[key]
 
 
-def _run(stats: dict[str, object]) -> int:
-    """The run of a program, -1 if it is not said; XLA counts in 32 bits, with a sign."""
-    run = stats.get("run_id")
-    return run & 0xFFFFFFFF if isinstance(run, int) else -1
+def _runs(events: Events) -> Times:
+    """Of each event the run of its program, -1 if it is not said; XLA counts in 32 bits, with a sign."""
+    runs, known = events.numbers("run_id")
+    return np.where(known, runs & 0xFFFFFFFF, -1)
 
 
 # Accelerators.
@@ -198,15 +208,16 @@ def _read_device(reader: Reader, plane: Message, key: tuple[str, int], part: str
         reader.numbers[key] = _job_number(about["core_details"], chip)
     modules = _modules(names, plane)
     streams, graphs = reader.devices.setdefault(key, []), _Graphs(reader)
+    lines: list[Stream] = []
     on_tpu = any(line.name in _OPERATIONS for line in plane.lines)
     for line in plane.lines:
         if line.name == "Steps" and not part:
             _read_steps(reader, names, line, key)
         elif on_tpu and line.name in _OPERATIONS:
-            streams.append(_tpu_line(reader, names, line, modules, part))
+            lines.append(_tpu_line(reader, names, line, modules, part))
         elif not on_tpu and line.name.startswith("Stream"):
             graphs.lines.append(_gpu_line(reader, names, line, graphs))
-    streams += graphs.streams()
+    streams += _in_flight(reader, lines) if on_tpu else graphs.streams()
     reader.devices[key] = [s for s in streams if len(s.op)]
     if not reader.devices[key]:
         del reader.devices[key]
@@ -222,7 +233,9 @@ def _job_number(details: object, chip: str) -> int:
 def _amd(about: dict[str, object]) -> str:
     """A GPU without a name, known by vendor, cores and memory."""
     if about.get("device_vendor") == "AMD":
-        cores = {304: "AMD Instinct MI300X", 256: "AMD Instinct MI355X", 208: "AMD Instinct MI250X"}
+        large = int(str(about.get("memory_size", 0))) > 2.3e11
+        cores = {304: f"AMD Instinct {'MI325X' if large else 'MI300X'}", 256: "AMD Instinct MI355X",
+                 208: "AMD Instinct MI250X"}  # fmt: skip
         return cores.get(int(str(about.get("core_count", 0))), "")
     if about.get("device_vendor") in ("Nvidia", "NVIDIA"):
         major, minor = str(about.get("compute_cap_major", "")), str(about.get("compute_cap_minor", ""))
@@ -234,11 +247,10 @@ def _amd(about: dict[str, object]) -> str:
 
 
 def _read_steps(reader: Reader, names: Names, line: Message, key: tuple[str, int]) -> None:
-    base = line.timestamp_ns * _NANOSECOND
-    for event in line.events:
-        metadata = names.events.get(event.metadata_id)
-        name = f"step {metadata.name}" if metadata is not None else "step"
-        reader.markers.append(Marker(name, base + event.offset_ps, event.duration_ps, key[1]))
+    events = read_events(line, {})
+    for place, number in enumerate(events.metadata.tolist()):
+        name = f"step {names.events[number].name}" if number in names.events else "step"
+        reader.markers.append(Marker(name, int(events.start[place]), int(events.duration[place]), key[1]))
 
 
 @dataclass(frozen=True)
@@ -261,14 +273,13 @@ def _modules(names: Names, plane: Message) -> _Modules:
     rows = []
     for line in plane.lines:
         if line.name == "XLA Modules":
-            base = line.timestamp_ns * _NANOSECOND
-            for event in line.events:
+            events = read_events(line, {})
+            for place, start in enumerate(events.start.tolist()):
+                event = events.parsed(place)
                 metadata = names.events.get(event.metadata_id)
-                stats = names.values(event.stats)
                 text = metadata.name if metadata is not None else ""
                 found = re.match(r"(.*)\((\d+)\)$", text)
-                program = int(found[2]) if found else int(str(stats.get("program_id", -1)))
-                start = base + event.offset_ps
+                program = int(found[2]) if found else int(str(names.values(event.stats).get("program_id", -1)))
                 rows.append((start, start + event.duration_ps, program, found[1] if found else text))
     rows.sort()
     start, end = np.array([r[0] for r in rows], dtype=np.int64), np.array([r[1] for r in rows], dtype=np.int64)
@@ -277,20 +288,39 @@ def _modules(names: Names, plane: Message) -> _Modules:
 
 def _tpu_line(reader: Reader, names: Names, line: Message, modules: _Modules, part: str) -> Stream:
     """A line of a TPU: what an operation is stands in its metadata."""
-    base = line.timestamp_ns * _NANOSECOND
-    known: dict[int, int] = {}
+    events = read_events(line, {})
+    first, which = events.distinct(np.arange(len(events.metadata)))
+    kinds = [_tpu_kind(reader, names, int(events.metadata[p]), modules, int(events.start[p])) for p in first]
     builder = StreamBuilder(f"{line.name}{part}", nested=line.name == "XLA Ops")
-    for event in line.events:
-        start = base + event.offset_ps
-        op = known.get(event.metadata_id)
-        if op is None:
-            kind = _tpu_kind(reader, names, event.metadata_id, modules, start)
-            op = known[event.metadata_id] = reader.ops.index(kind)
-        builder.add(start, event.duration_ps, op)
+    ops = np.array([reader.ops.index(kind) for kind in kinds], dtype=np.int64)[which]
+    unknown = np.full(len(ops), -1)
+    builder.extend(events.start, events.duration, ops, unknown, unknown)
     stream = builder.build()
     runs = np.searchsorted(modules.start, stream.start, side="right") - 1
     inside = (runs >= 0) & (stream.start < modules.end[np.maximum(runs, 0)]) if len(modules.start) else runs >= 0
     return replace(stream, run=np.where(inside, runs, -1))
+
+
+def _in_flight(reader: Reader, lines: list[Stream]) -> list[Stream]:
+    """Lines of a TPU, on which what is sent asynchronously stands once.
+
+    A line of its own shows it from beginning to end; what starts it and waits for it among the other operations takes
+    time, and sends nothing besides.
+    """
+    apart = [line.name.startswith("Async") for line in lines]
+    ops = [np.unique(line.op, return_inverse=True) for line in lines]
+    sent = (reader.ops[n].collective for (own, _), alone in zip(ops, apart, strict=True) if alone for n in own.tolist())
+    flying = {one.kind for one in sent if one is not None}
+    found = []
+    for line, (own, which), alone in zip(lines, ops, apart, strict=True):
+        kinds = [reader.ops[number] for number in own.tolist()]
+        if alone:
+            kinds = [replace(kind, name=kind.name + IN_FLIGHT) for kind in kinds]
+        else:
+            parts = [k.collective is not None and k.collective.kind in flying and is_part(k.name) for k in kinds]
+            kinds = [replace(k, collective=None) if part else k for k, part in zip(kinds, parts, strict=True)]
+        found.append(replace(line, op=np.array([reader.ops.index(k) for k in kinds], dtype=np.int32)[which]))
+    return found
 
 
 def _tpu_kind(reader: Reader, names: Names, number: int, modules: _Modules, start: int) -> OpKind:
@@ -357,30 +387,20 @@ class _Graphs:
 
 def _gpu_line(reader: Reader, names: Names, line: Message, graphs: _Graphs) -> StreamBuilder:
     """A stream of a GPU: what a kernel is stands in the event."""
-    base = line.timestamp_ns * _NANOSECOND
-    known: dict[tuple[object, ...], int] = {}
+    events = read_events(line, names.numbered(*_OF_KERNELS, "correlation_id", "run_id"))
+    first, which = events.distinct(np.arange(len(events.metadata)), *_OF_KERNELS)
+    ops = []
+    for place in first:
+        event = events.parsed(place)
+        stats, metadata = names.values(event.stats), names.events.get(event.metadata_id)
+        kernel = metadata.name if metadata is not None else ""
+        number = graphs.number(kernel, stats)
+        ops.append(reader.ops.index(_gpu_kind(reader, kernel, stats)) if number is None else number)
+    correlation, known = events.numbers("correlation_id")
+    launches = [reader.launches.get(number, -1) for number in correlation.tolist()]
+    launch = np.where(known, np.array(launches, dtype=np.int64), -1)
     builder = StreamBuilder(line.name)
-    for event in line.events:
-        stats = names.values(event.stats)
-        metadata = names.events.get(event.metadata_id)
-        key = (
-            event.metadata_id,
-            stats.get("hlo_op"),
-            stats.get("program_id"),
-            stats.get("name"),
-            stats.get("memcpy_details"),
-            stats.get("cuda_graph_node_id"),
-        )
-        op = known.get(key)
-        if op is None:
-            kernel = metadata.name if metadata is not None else ""
-            op = graphs.number(kernel, stats)
-            if op is None:
-                op = reader.ops.index(_gpu_kind(reader, kernel, stats))
-            known[key] = op
-        correlation = stats.get("correlation_id")
-        launch = reader.launches.get(correlation, -1) if isinstance(correlation, int) else -1
-        builder.add(base + event.offset_ps, event.duration_ps, op, launch, _run(stats))
+    builder.extend(events.start, events.duration, np.array(ops, dtype=np.int64)[which], launch, _runs(events))
     return builder
 
 

@@ -38,23 +38,10 @@ class Names:
             )
         return found
 
-    def named(self, *wanted: str) -> dict[int, str]:
-        """Numbers of the statistics with these names."""
-        return {number: name for number, name in self.stats.items() if name in wanted}
-
-    def some(self, stats: Message, wanted: dict[int, str]) -> dict[str, object]:
-        """Those of `named` alone, 0 where a value is none of text or whole numbers: quick, for each of many events."""
-        names, found = self.stats, dict[str, object]()
-        for stat in stats:
-            name = wanted.get(stat.metadata_id)
-            if name is not None:
-                reference = stat.ref_value
-                found[name] = (
-                    names.get(reference, "")
-                    if reference
-                    else stat.int64_value or stat.uint64_value or stat.str_value or 0
-                )
-        return found
+    def numbered(self, *wanted: str) -> dict[str, int]:
+        """Numbers of the statistics with these names; -1, which none has, where the plane has none."""
+        numbers = {name: number for number, name in self.stats.items()}
+        return {name: numbers.get(name, -1) for name in wanted}
 
     def value(self, stat: Message) -> object:
         """The value of one, references resolved."""
@@ -117,6 +104,10 @@ def hlo_kind(reader: Reader, name: str, stats: dict[str, object], text: str) -> 
     return replace(found, **changes) if changes else found  # type: ignore[arg-type]
 
 
+#: Wraps a scope of JAX, and says nothing of what is computed there.
+_WRAPPED = re.compile(r"\b(transpose|jvp|vmap|jit|pjit|remat|checkpoint)\(")
+
+
 def _from_words(name: str, stats: dict[str, object], text: str) -> OpKind:
     """An operation whose program is not in the file."""
     label = str(stats.get("hlo_category", ""))
@@ -142,5 +133,7 @@ def _from_words(name: str, stats: dict[str, object], text: str) -> OpKind:
     elif label in ("data formatting", "copy") or plain in ("copy", "transpose", "bitcast"):
         category = "layout"
     else:
-        category = kernel_category(f"{scope} {plain}") if scope else kernel_category(plain)
+        category = kernel_category(f"{_WRAPPED.sub('(', scope)} {plain}".strip())
+        if category == "other" and re.search(r"loop|elementwise", label):
+            category = "elementwise"
     return replace(base, category=category, results=results, operands=operands)
