@@ -25,7 +25,7 @@ import numpy as np
 from ctranslate2.specs import TransformerDecoderModelSpec, common_spec
 
 from meshwise.engine.engine import Engine
-from meshwise.engine.launch import BLOCK_TOKENS, Asked, Limits, compile_cache, launch
+from meshwise.engine.launch import Asked, Limits, compile_cache, launch
 from meshwise.engine.requests import Collected, EngineRequest
 from meshwise.models import Model, load_model
 from meshwise.sharding.serving import ServingLayout
@@ -98,7 +98,7 @@ def llama_seconds(llama: Any, batch: int) -> float:
 def own_seconds(engine: Engine, batch: int) -> float:
     """The same of our engine: its steps that decode all requests."""
     for k in range(batch):
-        engine.submit(EngineRequest(list(range(3 + k, 3 + k + PROMPT)), OUTPUT, Collected(), block_tokens=BLOCK_TOKENS))
+        engine.submit(EngineRequest(list(range(3 + k, 3 + k + PROMPT)), OUTPUT, Collected()))
     engine.step()
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
@@ -121,7 +121,7 @@ def main() -> None:
     limits = Limits(max_batch=max(batches), max_len=128, max_step_tokens=PROMPT * max(batches), prefix_cache=False)
     made = launch(model, Asked(ServingLayout(), 1, limits), weights=None, seed=0, dtype=None, cpu_devices=None,
                   progress=lambda _: None, say=lambda _: None)  # fmt: skip
-    engine = Engine(made.scheduling, made.blocks, made.executor, block_tokens=BLOCK_TOKENS)
+    engine = Engine(made.scheduling, made.blocks, made.executor)
     with tempfile.TemporaryDirectory() as folder:
         peers: dict[str, Callable[[int], float]] = {"CTranslate2": partial(peer_seconds, peer(model, Path(folder)))}
         if given.gguf is not None:
@@ -129,7 +129,7 @@ def main() -> None:
 
             peers["llama.cpp"] = partial(llama_seconds, IkLlama(given.gguf, n_ctx=512, n_threads=2))
         for batch in batches:
-            timed = [partial(own_seconds, engine), *peers.values()]
+            timed: list[Callable[[int], float]] = [partial(own_seconds, engine), *peers.values()]
             rounds = [[seconds(batch) for seconds in timed] for _ in range(given.rounds + 1)][1:]  # after a warm-up
             tokens = batch * (OUTPUT - 1)
             rates = [tokens / statistics.median(column) for column in zip(*rounds, strict=True)]

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
 from meshwise.engine.engine import Engine, Work
 from meshwise.engine.http.metrics import Metrics
@@ -225,6 +225,8 @@ def soak(seconds: float, clients: int) -> tuple[Counter[str], list[str]]:
 class Instant:
     """Executes steps at once: each token follows the one before."""
 
+    rows = 1
+
     def run(self, work: Work) -> list[Token]:
         """The next tokens."""
         return [Token((request.tokens[-1] + 1) % WORDS) for request in work.asking]
@@ -250,11 +252,10 @@ def timed_requests(port: int, times: int, answer: Connection) -> None:
 def http_cost(times: int) -> dict[str, list[float]]:
     """Seconds of requests to an endpoint whose engine takes no time."""
     vocabulary, metrics = numbers_only(WORDS), Metrics()
-    engine = Engine(Scheduling(max_batch=8, prefix_cache=True), 4096, Instant(), watcher=metrics)
+    engine = Engine(Scheduling(max_batch=8, prefix_cache=True), 4096, cast("Any", Instant()), watcher=metrics)
     service = Service(Replicas([engine]), vocabulary, Settings("own", 1024), metrics)
     taken = bind("127.0.0.1", 0)
     server = make_server(service, "127.0.0.1", drain=1, most=100)
-    server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
     thread = threading.Thread(target=lambda: server.run(sockets=[taken]))
     thread.start()
     here, there = multiprocessing.get_context("spawn").Pipe()

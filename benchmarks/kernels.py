@@ -35,6 +35,9 @@ GROUPED = ((32768, 128, 2048, 768), (32768, 32, 2880, 2880), (16384, 8, 4096, 14
 #: (sequences, tokens of each in the cache), one query each, of 32 heads of 128 over 8 of keys.
 PAGED = ((1, 8192), (64, 4096), (256, 1024))
 
+#: Tables, masks, and which queries are there.
+Given = tuple[jax.Array, Masks, tuple[jax.Array, jax.Array]]
+
 
 def drawn(*shape: int) -> jax.Array:
     """Random numbers in bf16, others for each shape."""
@@ -71,8 +74,8 @@ class Attention:
     """One attention and what it is given."""
 
     pairs: Pairs
-    arrays: tuple[jax.Array, ...]
-    kept: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, jax.Array, jax.Array]
+    kept: tuple[jax.Array, jax.Array, jax.Array]
 
     def run(self, kernel: str) -> Callable[[], Any]:
         """One of the three kernels, with the tiles that are set."""
@@ -119,10 +122,10 @@ def tried(kernel: str, width: int) -> Iterator[gpu.Tile]:
     """Other tiles, each of them set while it is looked at."""
     before, place = gpu._TILES, sum(width > size for size in (64, 128))
     for sizes in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3)):
-        own = list(before[kernel])
-        own[place] = gpu.Tile(*sizes)
-        gpu._TILES = {**before, kernel: tuple(own)}
-        yield own[place]
+        tile, (small, middle, large) = gpu.Tile(*sizes), before[kernel]
+        own = ((tile, middle, large), (small, tile, large), (small, middle, tile))[place]
+        gpu._TILES = {**before, kernel: own}
+        yield tile
     gpu._TILES = before
 
 
@@ -154,12 +157,12 @@ def paged() -> None:
         q, pools = drawn(rows, 1, 32, 128), (drawn(pages, 16, 8, 128), drawn(pages, 16, 8, 128) + 1)
         tables = jax.random.permutation(jax.random.key(1), pages).reshape(rows, -1).astype(jnp.int32)
         there = jnp.full((rows, 1), keys - 1), jnp.ones((rows, 1), bool)
-        given: tuple[Any, ...] = (tables, masks, there)
+        given = tables, masks, there
 
-        def own(q: Any, pools: Any, given: tuple[Any, ...] = given) -> Any:
+        def own(q: Any, pools: Any, given: Given = given) -> Any:
             return gpu_paged.attend_rows(q, pools, *given, seen_by_rows(given[2], given[1]))[0]
 
-        def plain(q: Any, pools: Any, given: tuple[Any, ...] = given) -> Any:
+        def plain(q: Any, pools: Any, given: Given = given) -> Any:
             return attend_rows(q, pools, *given)[0]
 
         wide = (x.astype(jnp.float32) for x in pools)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import meshwise
 from meshwise.core.errors import InfeasibleError
@@ -160,7 +161,12 @@ def run(job: Job) -> Measured:
         enter(self, kind, found)
 
     Ranking.enter = noted  # type: ignore[method-assign]  # to note when
-    request = {"on": job.on or None, "batch_tokens": job.batch_tokens, "seq_len": job.seq_len, **(job.more or {})}
+    request: dict[str, Any] = {
+        "on": job.on or None,
+        "batch_tokens": job.batch_tokens,
+        "seq_len": job.seq_len,
+        **(job.more or {}),
+    }
     first = near = None
     try:
         result = meshwise.plan_train(job.model, **request)

@@ -55,6 +55,7 @@ def tables(score: ServingScore) -> dict[str, str]:
         found[name] = errors_table(name, {**by(rows, lambda p: p.kind), "everything": overall})
     found["engine"] = errors_table("engine", by(score.times, _engine))
     found["engine without model"] = errors_table("engine", by(by_model, _engine))
+    found["source"] = errors_table("left out", by(by_engine, _origin))
     found["chip"] = errors_table("chip", by(score.times, lambda p: p.chip))
     found["model"] = errors_table("model left out", by(by_model, lambda p: p.run.model))
     return found
@@ -95,7 +96,9 @@ def _constants(left: FittedRows[ServingPrediction]) -> str:
 
 def _refused(score: ServingScore) -> str:
     lines = ["| row | engine | why |", "| --- " * 3 + "|"]
-    lines += [f"| {r.run.id} | {r.run.engine} | {r.reason.partition(':')[0]} |" for r in score.refusals]
+    lines += [
+        f"| {r.run.id} | {getattr(r.run, 'engine', '-')} | {r.reason.partition(':')[0]} |" for r in score.refusals
+    ]
     return "\n".join(lines) + "\n"
 
 

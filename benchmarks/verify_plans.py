@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from meshwise.commands.verify import verify
 from meshwise.compiler.step_floor import StepFloor
@@ -41,7 +42,7 @@ class Row:
 
     def verify(self) -> Verification:
         """Compile and compare."""
-        slots = {"capacity_factor": 1} if load_model(self.model).mixtures else {}
+        slots: dict[str, Any] = {"capacity_factor": 1} if load_model(self.model).mixtures else {}
         layout = self.layout if "remat=" in self.layout else f"{self.layout},remat=full"
         return verify(self.model, on=self.on, batch_tokens=self.batch, seq_len=4096, layout=layout, **slots)
 

@@ -25,7 +25,7 @@ def test_with_a_rate_the_answer_is_the_simulators(run, tmp_path):
 
 def test_without_a_rate_it_is_the_most_that_keeps_the_targets(run):
     load = ("--prompt", "1024", "--output", "64", "--max-batch", "16", "--mode", "aggregated")
-    told = run(*MODEL, *load, "--max-tpot", "p99:12ms", "--json")
+    told = run(*MODEL, *load, "--max-tpot", "p99:12ms", "--within", "0", "--json")
     assert told.code == 0, told.err
     plans = told.json["plans"]
     rates = [p["simulated"]["throughput_tokens_per_s_per_chip"] for p in plans]

@@ -82,9 +82,13 @@ def test_what_does_not_fit_is_a_result_and_is_cached(tmp_path):
 
 
 @pytest.mark.usefixtures("_no_compiler_needed")
-def test_another_failure_is_an_error_with_the_compilers_words(tmp_path):
-    with pytest.raises(CompilerError, match="does not compile: UNIMPLEMENTED: no such thing"):
-        compile_ahead(Program(error="UNIMPLEMENTED: no such thing\nmore"), TARGET, range(4), folder=tmp_path)
+@pytest.mark.parametrize(
+    "words", ["UNIMPLEMENTED: no such thing", "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 245808"]
+)
+def test_another_failure_is_an_error_with_the_compilers_words(words, tmp_path):
+    """A kernel that does not fit on the chip is no program that does not fit into its memory."""
+    with pytest.raises(CompilerError, match=f"does not compile: {words}"):
+        compile_ahead(Program(error=f"{words}\nmore"), TARGET, range(4), folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

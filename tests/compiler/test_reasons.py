@@ -115,6 +115,19 @@ def test_sums_over_two_axes_may_be_one():
     }
 
 
+@pytest.mark.parametrize(("sent", "explained"), [(70, True), (90, False)])
+def test_scatters_over_two_axes_may_be_one(sent, explained):
+    one_by_one = [
+        wanted("reduce-scatter", axes, n * MB, when="backward", purpose="gradients") for axes, n in ((X, 60), (Y, 10))
+    ]
+    reason = "reduced at once" if explained else "unexplained"
+    assert reasons(one_by_one, [found("reduce-scatter", ("x", "y"), sent * MB, size=8)]) == {
+        "reduce-scatter over x": {reason: -60.0},
+        "reduce-scatter over x,y": {reason: float(sent)},
+        "reduce-scatter over y": {reason: -10.0},
+    }
+
+
 def test_a_sum_over_two_axes_may_be_taken_axis_by_axis():
     """Of 64 MB over 2 x 4 devices: halves over x, then quarters of those over y; or the other way round."""
     expected = [wanted("reduce-scatter", ("x", "y"), 56 * MB, when="backward", purpose="gradients")]
@@ -249,18 +262,6 @@ def test_memory_that_changes_its_sign_changes_its_name(amounts, reason, whole):
     lines = [(Line("memory", "temporaries", 100.0, 100.0 + a, (Difference("reuse", a),)),) for a in amounts]
     (line,) = extrapolated(*lines, Reduction(2, 4, 3.0))
     assert line.differences == (Difference(reason, whole),)
-
-
-def test_what_nothing_reads_of_a_pass_run_again_is_not_there():
-    both = ("o", "down")
-    again = replace(wanted("reduce-scatter", X, 20 * MB, purpose="activations", tensors=both), reason="forward again")
-    kept = wanted("reduce-scatter", X, 50 * MB, purpose="activations", tensors=both)
-    assert reasons([kept, again], [found("reduce-scatter", X, 60 * MB)]) == {
-        "reduce-scatter over x": {"forward again": 20.0, "not again": -10.0}
-    }
-    assert reasons([kept, again], [found("reduce-scatter", X, 66 * MB)]) == {
-        "reduce-scatter over x": {"forward again": 20.0, "unexplained": -4.0}
-    }
 
 
 def test_keys_and_values_may_go_round_and_once_more_for_what_is_computed_again():

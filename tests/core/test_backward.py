@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwise.core.backward import backward
-from meshwise.core.tensors import Attention, Block, Einsum, Kind, Op
+from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, Op
 from meshwise.models import load_model
 
 #: Dense, tied, biased, parallel, post-norm, windowed; mixtures with and without shared experts; latent attention.
@@ -90,3 +90,16 @@ def test_the_gradient_of_capped_logits_follows_from_what_the_cap_gave():
     (head,) = (b for b in load_model("gemma-2-2b").train_program() if b.role == "head")
     (op,) = (op for op in backward(head) if op.name.startswith("dscale.logits"))
     assert [t.name for t in op.inputs] == ["d_logits.scaled", "logits.scaled"]
+
+
+def test_sums_pass_gradients_on_and_one_kernel_makes_those_of_an_activation():
+    (layer,) = (b for b in load_model("gpt2").train_program() if b.role == "layer")
+    made = {op.name: op for op in backward(layer) if isinstance(op, Elementwise)}
+    free = {name for name, op in made.items() if op.free}
+    assert {"dresidual.attn.x", "dresidual.mlp.x.mid", "dbias.up.up"} <= free
+    assert not free & {"dbias.up.b_up", "add.x.mid", "dact.up.bias"}
+    assert made["dnorm.attn.norm.attn.bias"].beside
+    assert not made["dnorm.attn.norm.attn"].beside
+    assert not made["dnorm.attn.x"].beside
+    gated = {op.name: op for b in load_model("llama-3-8b").train_program() for op in backward(b)}
+    assert [gated[f"dact.{name}"].beside for name in ("gate", "up")] == [False, True]

@@ -30,6 +30,36 @@ def estimated(calibration, *, precision="bf16", batch=8, tensor=1, model="llama-
     return problem, estimate_serving(problem, ServingSetup("aggregated", layout, layout, batch))
 
 
+def test_steps_with_prompts_take_as_long_as_their_launches():
+    """17 operations of a layer with weights or a cache are 8 that are launched; decode steps are graphs."""
+    _, without = estimated(PLAIN)
+    _, found = estimated(replace(PLAIN, launch=1e-3))
+    assert found.decode == without.decode
+    assert found.prefill.seconds.expected == pytest.approx((32 * 8 + 1) * 1e-3)
+    assert sum(found.prefill.terms.values()) == pytest.approx(found.prefill.seconds.expected)
+    assert estimated(replace(PLAIN, launch=1e-9))[1].prefill == without.prefill, "chips take longer"
+
+
+@pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("weights=bf16,kv=fp8", 2)])
+def test_a_cache_in_8_bits_may_be_read_more_slowly(precision, times):
+    _, plain = estimated(PLAIN, precision=precision, batch=64)
+    _, found = estimated(replace(PLAIN, narrow_cache=0.5), precision=precision, batch=64)
+    assert found.decode.terms["attention"] == pytest.approx(times * plain.decode.terms["attention"])
+
+
+@pytest.mark.parametrize(
+    ("model", "times"), [("llama-2-7b", 1), ("llama-3-8b", 4), ("llama-3-70b", 8), ("llama-2-70b", 8)]
+)
+@pytest.mark.parametrize("grouped", [(), (8,)])
+def test_each_query_head_may_read_the_cache_for_itself(model, times, grouped):
+    """At the bandwidth of the HBM; prompts are attended to by other kernels."""
+    slow = replace(PLAIN, query_bandwidth=load_chip("h100").hbm_bandwidth, grouped_heads=grouped)
+    plain, found = (estimated(c, tensor=4, batch=64, model=model)[1] for c in (PLAIN, slow))
+    expected = 1 if times in grouped else times
+    assert found.decode.terms["attention"] == pytest.approx(expected * plain.decode.terms["attention"])
+    assert found.prefill == plain.prefill
+
+
 def test_what_the_host_adds_is_a_term_of_every_step():
     _, without = estimated(PLAIN)
     _, found = estimated(replace(PLAIN, host_step=2e-3, host_request=1e-5))

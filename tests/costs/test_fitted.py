@@ -68,6 +68,17 @@ def test_a_gap_is_added_to_every_operation():
     assert one - BASE.terms["forward"] == pytest.approx(two - one)
 
 
+def test_kernels_without_fusion_wait_for_each_of_their_launches():
+    """Two products, softmax and dropout forward; of each product two gradients backward, one of each of the others."""
+    for fused, forward, backward in ((False, 4, 6), (True, 1, 1)):
+        plain, found = (seconds(unfused_attention=not fused, gap=gap) for gap in (0.0, 1e-3))
+        # Embedding, layers and head. What passes gradients on, and second outputs of a kernel, are launched by nobody.
+        others = {"forward": 1 + 4 * 14 + 3, "backward": 1 + 4 * (16 + 9) + 5}
+        for name, own in (("forward", forward), ("backward", backward)):
+            launched = (found.terms[name] - plain.terms[name]) / 1e-3
+            assert launched == pytest.approx(others[name] + 4 * own), (fused, name)
+
+
 def test_interference_is_a_share_of_what_is_hidden():
     found = seconds(interference=0.25)
     assert found.hidden["fsdp"] == pytest.approx(0.75 * BASE.hidden["fsdp"])
@@ -281,6 +292,23 @@ def test_adding_gradients_moves_them_three_times():
     assert added.terms["forward"] == plain.terms["forward"]
 
 
+def test_sums_on_all_replicas_are_twice_a_scatter():
+    """ZeRO in DeepSpeed: an AllReduce of gradients and an AllGather of weights, where others scatter and gather."""
+    layout = Layout(data=8, zero=1, micro_batch=2, remat="none", wires=(("data", (8,)),))
+    scattered, whole = (staged(layout, late_exchange=True, whole_sums=w) for w in (0, 1))
+    gradients, weights = PLAIN.problem.job.formats.gradients.bytes, 2
+    sums = gradients / (gradients + weights) * scattered.terms["data"]
+    assert whole.terms["data"] - scattered.terms["data"] == pytest.approx(sums, rel=0.02)
+    assert whole.lower == scattered.lower
+    other = layout.replace(zero=2)
+    assert staged(other, whole_sums=1) == staged(other), "gradients that replicas share out are scattered"
+    whole, scattered = (staged(other, whole_sums=w, overlap=0.0) for w in (2, 1))
+    twice = whole.terms["fsdp"] - scattered.terms["fsdp"]
+    assert twice == pytest.approx(sums, rel=0.02)
+    sharded = Layout(fsdp=8, micro_batch=2, remat="none", wires=(("fsdp", (8,)),))
+    assert staged(sharded, whole_sums=2) == staged(sharded), "ZeRO-3 scatters"
+
+
 def test_exchanges_beside_compute_cost_what_compute_loses():
     job = TrainingJob(batch_tokens=str(16 * 8 * 1024), seq_len="1024", batch_slack=0)
     layout = Layout(expert=4, stage=2, virtual_stages=2, schedule="interleaved", num_microbatches=8, remat="none",
@@ -302,6 +330,14 @@ def test_exchanges_beside_compute_cost_what_compute_loses():
     assert free.lower <= free.expected < plain.expected
     whole = layout.replace(virtual_stages=1, schedule="1f1b")
     assert step(whole, beside_exchanges=True) == step(whole), "the passes of one microbatch follow each other"
+    single = layout.replace(stage=1, virtual_stages=1, schedule="1f1b", wires=(("expert", (4,)),))
+    plain, free = step(single), step(single, beside_exchanges=True)
+    # One forward pass at first, one backward pass at last; seven pairs between.
+    beside = replace(IDENTITY, beside_exchanges=True)
+    assert hidden(beside, single)["expert"]
+    assert not hidden(beside, single.replace(num_microbatches=1))["expert"]
+    assert free.terms["expert"] == pytest.approx(plain.terms["expert"] / 8)
+    assert free.expected == pytest.approx(plain.expected - plain.terms["expert"] * 7 / 8)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +358,33 @@ def test_every_chip_has_a_fitted_calibration_that_no_family_beats():
             assert found.matmul_efficiency <= BEST_MATMULS.get(name, family.matmul_efficiency)
             assert family.source in found.source
             assert find_calibration(found.name, chip) == found
+
+
+def test_attention_of_kernels_that_are_made_for_the_chip():
+    """cuDNN 9.19, TFLOP/s of H200, ten per cent less for minutes; on GB200 power limits it as it does matmuls."""
+    found = fitted_calibration(load_chip("h200-sxm"), "megatron")
+    for keys, measured in ((2048, 484), (4096, 591), (8192, 644), (16384, 673)):
+        rate = found.attention(DType.BF16) * 989 / (1 + found.half_attention / keys)
+        assert rate == pytest.approx(0.9 * measured, rel=0.06)
+    limited = fitted_calibration(load_chip("gb200-nvl72"), "megatron")
+    assert limited.attention(DType.BF16) == limited.matmul_efficiency
+    h100, a100 = (
+        [fitted_calibration(load_chip(name), s).attention(DType.BF16) for s in ("megatron", "pytorch")]
+        for name in ("h100-sxm", "a100-sxm-80gb")
+    )
+    assert h100[1] < 0.6 * h100[0]
+    assert a100[1] == a100[0]
+
+
+@pytest.mark.parametrize("software", ["pytorch", "pytorch-compiled", "torchtitan", "deepspeed"])
+def test_attention_of_kernels_that_are_made_for_ampere(software):
+    """FlashAttention 2, causal, heads of 128: Shah et al. 2024, figure 5 (H100); B200 has as many FLOP/s."""
+    found, later = (fitted_calibration(load_chip(name), software) for name in ("h100-sxm", "b200-sxm"))
+    for keys, measured in ((2048, 298), (4096, 319), (8192, 333), (16384, 335)):
+        rate = found.attention(DType.BF16) * 989 / (1 + found.half_attention / keys)
+        assert rate == pytest.approx(measured, rel=0.05)
+    assert later.attention(DType.BF16) * 2250 == pytest.approx(found.attention(DType.BF16) * 989, rel=0.01)
+    assert later.half_attention == found.half_attention
 
 
 def test_names():

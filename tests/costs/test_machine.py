@@ -1,5 +1,6 @@
 """From measured operations of a CPU's devices to a cluster, and what is priced on it."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import meshwise
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.calibration import FEW_ROWS_SIDES
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.machine import (
     CACHED,
@@ -106,8 +108,13 @@ def test_nothing_hides_where_the_same_cores_compute_and_move_bytes(tmp_path):
 #: a layer.
 HEADS = {"heads": 12, "kv_heads": 4, "head_dim": 64}
 PROMPT_MS = 512 * 513 * 1536 / 2e9 * 1e3
+FEW = [(1, 0.5e9, 1e9), (8, 3e9, 4e9)]
 SERVING = [
-    row("gemm", FEW_ROWS, 2.0, m=1, n=1000, k=1000), row("gemm", FEW_ROWS, 4.0, m=8, n=1000, k=1000),
+    *(
+        row("gemm", FEW_ROWS, 2 * m * n * n / rate * 1e3, m=m, n=n, k=n)
+        for m, *rates in FEW
+        for n, rate in zip(FEW_ROWS_SIDES, rates, strict=True)
+    ),
     *(
         row("attention decode", PAGED, 0.05 + n * 16384e-6, batch=8, seq_q=1, seq_kv=n, causal="no", **HEADS)
         for n in CACHED
@@ -121,7 +128,7 @@ def test_how_a_machine_serves_is_read_back():
     """Rates, starts and the engine's own time, from measurements whose answer is known."""
     text = machine_document(ROWS + SERVING, title="t", num_devices=4, memory=16 * GIB, layer_operations=10)
     measured = read_cluster(text, name="machine", where="machine.toml").chip.measured
-    assert dict(measured.few_rows[DType.FP32]) == pytest.approx({1: 1e9, 8: 4e9})
+    assert measured.few_rows[DType.FP32] == tuple(pytest.approx(point) for point in FEW)
     assert measured.attention == pytest.approx(2e9, rel=1e-2)
     assert measured.cache_bandwidth == pytest.approx(1e9, rel=1e-2)
     assert measured.cache_start == pytest.approx(50e-6, rel=1e-2)
@@ -152,5 +159,19 @@ def test_steps_are_priced_at_the_rates_of_their_own_rows():
     assert eight == pytest.approx(2 * one, rel=0.1)
     assert costs.tokens_seconds(5) == eight  # filled up to the bucket
     assert (costs.overhead_s, costs.per_request_s) == (calibration.host_step, calibration.host_request)
+    few = read_dimensions("D=128 F=2048 L=4 N=12 K=4 H=64 V=2048", name="few")  # weights of 512 x 512 at most
+    own = bucketed_costs(replace(problem, model=few), setup, [(1, 0, 1)])
+    weights = sum(few.parameters.by_part[part] for part in ("attention", "mlp", "head"))
+    assert own.tokens_seconds(1) == pytest.approx(2 * weights / 0.5e9, rel=0.1)
+    spans = bucketed_costs(problem, setup, [(1, 0, 1)], 128)
+    assert spans.step_seconds([100]) == pytest.approx(costs.step_seconds([164]))
     read = costs.step_seconds([100]) - costs.step_seconds([50])
     assert read == pytest.approx(50 * 4 * 2 * 4 * 64 * 4 / 1e9, rel=0.01)
+
+
+def test_a_file_of_one_rate_is_refused_with_what_to_do():
+    text = machine_document(ROWS + SERVING, title="t", num_devices=4, memory=16 * GIB)
+    old = re.sub(r'(\[\d+, "[^"]*"), "[^"]*"\]', r"\1]", text)
+    assert old != text
+    with pytest.raises(MeshwiseError, match="found one FLOP/s; measure again with meshwise bench machine"):
+        read_cluster(old, name="machine", where="machine.toml")

@@ -61,6 +61,9 @@ def test_two_nodes_with_large_messages(key):
     large = [expected / seconds for size, seconds, expected, _ in ROWS[key] if size >= 512 * MIB]
     assert len(large) >= 3
     assert all(0.85 < r < 1.25 for r in large)
+    medium = [expected / seconds for size, seconds, expected, _ in ROWS[key] if 32 * MIB <= size < 512 * MIB]
+    assert len(medium) == 4
+    assert all(2 / 3 < r < 1.2 for r in medium)
 
 
 def test_tpu_gathers_of_all_sizes():

@@ -54,6 +54,9 @@ def test_a_loss_in_chunks_holds_the_logits_of_one(compiled):
     assert chunked["logits_and_loss"] == (3 * D + 1) * tokens * BF16 + 2 * chunk * large * BF16
     stored = 0 if compiled else large * D * BF16 / 8
     assert chunked["gathered_weights"] == pytest.approx(large * D * (FP32 + BF16) - stored)
+    four = memory(fsdp=8, loss="chunked", vocabulary=large, num_microbatches=4, **{**of, "sequences": 64})
+    assert four["logits_and_loss"] == chunked["logits_and_loss"]
+    assert four["gathered_weights"] == pytest.approx(large * D * (FP32 + BF16) - large * D * BF16 / 8)
     assert whole["logits_and_loss"] > tokens * large * BF16
     others = whole.keys() - {"logits_and_loss", "gathered_weights", "communication_buffers", "total"}
     assert {name: whole[name] for name in others} == {name: chunked[name] for name in others}

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshwise.costs.calibration import Links
-from meshwise.costs.collectives import collective_time, wire_time
+from meshwise.costs.collectives import collective_time, schedules, wire_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import IN_NETWORK_GAIN, GroupLink, make_group_link
 from meshwise.hardware import parse_cluster
@@ -215,3 +215,23 @@ def test_a_flat_ring_carries_what_all_members_lack_across_every_boundary():
     assert wire.scheduled == pytest.approx(15 / 16 / (8 * nic))
     inside = make_group_link(ring, {"X": [8.0, 1.0]}, ("X",))
     assert inside.scheduled == inside.gather == pytest.approx(7 / 8 / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("chip", "factors", "ring", "tree"),
+    [
+        ("a100-sxm-80gb:16", (8.0, 1.0), 0, 0),  # one node: start-up as measured there
+        ("a100-sxm-80gb:16", (8.0, 2.0), 8, 2 * (7 + 1)),  # chains of eight chips, two nodes
+        ("a100-sxm-80gb:64", (1.0, 8.0), 7, 2 * 3),
+        ("h100:32", (8.0, 4.0), 24, 2 * (1 + 2)),  # NVLink switches that add instead of chains
+    ],
+)
+def test_large_messages_wait_for_each_hop_between_nodes(chip, factors, ring, tree):
+    """NCCL's tuning table: 28 us a hop of a tree, 1.3 us more a hop of a ring; small messages take another protocol."""
+    wire = make_group_link(Fabric.of(parse_cluster(chip), flat_rings=True), {"X": factors}, ("X",))
+    rings, trees = schedules(Kind.ALL_REDUCE, wire)
+    assert (rings.fill, trees.fill) == pytest.approx((2 * ring * 1.3e-6, tree * 28e-6))
+    links = Links(0.7, startup=1e-5, bulk_startup=2e-5, small_efficiency=0.35)
+    one, few, many = (collective_time(Kind.ALL_REDUCE, size, wire, links=links) for size in (1.0, 1e4, 1e10))
+    assert many == pytest.approx(min(links.seconds(s.hops, 1e10 * s.per_byte, True) + s.fill for s in (rings, trees)))
+    assert few - one < 1e-5

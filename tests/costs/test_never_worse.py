@@ -34,7 +34,9 @@ def test_stage_one_sends_no_more_and_holds_no_more_than_stage_zero(case):
     # What is stored in uneven shards is padded, and the padding travels; whole copies have none.
     ways = {"data", "fsdp", "context"}
     assume(not any(ways & set(p.mesh_axes) for p in paddings(problem, layout.replace(zero=1))))
-    if not fabric.flat_rings:  # else the schedule of an AllReduce, level by level, beats those of its two halves
+    # Where all replicas get the whole sum under stage 1, too, the weights' gathering comes on top. And the schedule of
+    # an AllReduce, level by level, beats those of its two halves.
+    if not (problem.calibration.whole_sums or fabric.flat_rings):
         # Two collectives start where one did: bytes and hops are compared, without start-ups.
         at_once = replace(problem.calibration, links=Links(problem.calibration.links.efficiency))
         bare = replace(problem, calibration=at_once)

@@ -3,17 +3,18 @@
 import numpy as np
 import pytest
 
+import meshwise
 from meshwise.core.errors import LayoutError
 from meshwise.costs.calibration import IDENTITY
+from meshwise.costs.ends import pipeline_ends
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import evaluate, evaluated
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates
 from meshwise.costs.makespans import PipelineShape
-from meshwise.costs.memory import pipeline_ends
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.schedules import SCHEDULES, find_schedule
+from meshwise.costs.schedules import SCHEDULES, Rounds, find_schedule
 from meshwise.costs.step import Ledger
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
@@ -138,6 +139,74 @@ def test_activations_in_flight(estimates):
     assert {e.in_flight for e in pipeline_ends(32, layout_pipeline("interleaved"))} == {2.5, 5.5}
     # Of 30 layers, the ends have 7 and the others 8: the second stage may hold most.
     assert [e.in_flight for e in pipeline_ends(30, layout_pipeline("1f1b"))] == [4, 1, 3]
+
+
+def test_stages_in_step_hold_alike():
+    """In one program: both ends on each device, whose update and head they share, and what the first stage holds."""
+    (end,) = pipeline_ends(32, layout_pipeline("1f1b"), 0.5, positions=4096)
+    assert end.counts == {"embed": 1.0, "layer": 8 / 32, "head": 1.0}
+    assert (end.in_flight, end.head_share, end.state_share, end.made) == (7, 1 / 4, 1 / 4, 0.5)
+    (all_positions,) = pipeline_ends(32, layout_pipeline("1f1b"), 0.5, positions=4098)  # which 4 do not divide
+    assert (all_positions.head_share, all_positions.state_share) == (1, 1 / 4)
+    (two,) = pipeline_ends(32, layout_pipeline("interleaved"), 0.5)
+    assert (two.in_flight, two.made) == (12 / 2, 0.25)  # 8 of the first piece, 4 of the second
+    assert len(pipeline_ends(32, layout_pipeline("zb-h1"), 0.5)) == 2  # which no program runs in step
+
+
+@pytest.mark.parametrize(("length", "logits"), [(6144, 3), (4096, 1)])
+@pytest.mark.parametrize(("vocab", "update"), [(49152, 3), (49664, 1)])
+def test_three_stages_share_what_divides(length, logits, vocab, update):
+    """Logits are shared where positions divide, and the optimizer's state of both tables where their rows do."""
+
+    def memory(number, layout):
+        job = {"on": f"h100:{number}", "batch_tokens": 2 * number * length, "seq_len": length, "tool": "meshwise"}
+        model = f"D=1024 F=1024 L=3 N=8 K=8 V={vocab}"
+        return meshwise.estimate_train(model, layout=layout, precision="book", **job).plans[0].estimate.memory
+
+    one, three = memory(2, "fsdp=2,micro_batch=2,remat=full"), memory(6, "fsdp=2,stage=3,micro_batch=2,remat=full")
+    assert three["logits_and_loss"] == pytest.approx(one["logits_and_loss"] / logits, rel=1e-9)
+    layer, table = 7 * 1024**2, vocab * 1024
+    assert three["optimizer"] == pytest.approx((layer + 2 * table / update) * 8 / 2, rel=1e-3)
+
+
+def test_a_head_that_is_dealt_is_fullest_when_its_gradient_is_there():
+    """Logits and their gradient are halved; the weight's in fp32 is not, and layers' wait beside it."""
+    width, vocab, length = 3072, 65536, 4096
+
+    def memory(on, sequences, layout):
+        model = f"D={width} F=1024 L=2 N=24 K=24 V={vocab}"
+        job = {"on": on, "batch_tokens": sequences * length, "seq_len": length, "tool": "meshwise"}
+        return meshwise.estimate_train(model, layout=f"fsdp=8,micro_batch=1,{layout}", **job).plans[0].estimate.memory
+
+    one, two = memory("h100:8", 8, "remat=full"), memory("h100:16", 64, "stage=2,schedule=1f1b,remat=full")
+    logits, stream, table = length * vocab * 2, length * width * 2, vocab * width
+    layer = 4 * width**2 + 3 * width * 1024
+    assert one["logits_and_loss"] == pytest.approx(2 * logits + 2 * stream, rel=1e-3)
+    assert two["logits_and_loss"] == pytest.approx((logits + 3 * stream) / 2, rel=1e-3)
+    assert one["gathered_weights"] == pytest.approx(2 * table, rel=1e-3)
+    assert two["gathered_weights"] == pytest.approx(4 * table, rel=1e-3)
+    assert two["gradients"] == pytest.approx(4 * (2 * table + 2 * layer) / 8, rel=1e-3)
+
+
+def test_only_our_own_program_is_priced_as_one_whose_stages_work_in_step():
+    job = {"on": "v5p:8", "batch_tokens": 16 * 4096, "seq_len": 4096}
+    layout = "stage=4,fsdp=2,schedule=gpipe,micro_batch=1,num_microbatches=8,remat=full"
+    asked = {"model": "llama-3-8b", "precision": "mixed", "layout": layout} | job
+    own, other = (meshwise.estimate_train(**asked, tool=tool).plans[0] for tool in ("meshwise", "maxtext"))
+    plain = meshwise.estimate_train(**asked).plans[0]
+    assert own.problem.calibration == other.problem.calibration == plain.problem.calibration
+    assert other.estimate == plain.estimate
+    assert own.estimate.memory["activations"] == pytest.approx(plain.estimate.memory["activations"] * 9 / 8, rel=1e-3)
+    assert own.estimate.memory["total"] < plain.estimate.memory["total"], "logits of one microbatch, dealt"
+    again = meshwise.Plan.from_json(own.to_json())
+    assert (again.stale, again.estimate) == ("", own.estimate)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_places_of_rounds_are_those_counted(name):
+    for p, v in [(p, v) for p in range(2, 9) for v in ((1,) if name != "interleaved" else range(2, 7))]:
+        counted = find_schedule(name).held_in_step(PipelineShape(p, 2 * p, v))
+        assert counted == sum(Rounds(name, p, v, 2 * p).kept)
 
 
 def layout_pipeline(name):

@@ -9,7 +9,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fitted import anchored, find_calibration, fitted_calibration
-from meshwise.costs.spread import SPREADS, relative_spread, spread_parts
+from meshwise.costs.spread import OWN_SPREAD, relative_spread, spread_parts
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout
@@ -115,7 +115,7 @@ def test_an_anchored_calibration_is_slower_by_its_factor_and_surer():
     assert after.expected == pytest.approx(1.25 * before.expected, rel=1e-3)
     assert after.lower == before.lower
     own, others = found.uncertainty_sources, base.uncertainty_sources
-    assert spread_parts(before.terms, own)["anchored"] == SPREADS["anchored"].sigma
+    assert spread_parts(before.terms, own)["anchored"] == OWN_SPREAD
     assert relative_spread(before.terms, own) < relative_spread(before.terms, others)
 
 

@@ -80,7 +80,8 @@ def test_each_collective_takes_its_latency_or_its_bytes_on_the_slowest_leg(drawn
     for c in collectives_of(*drawn):
         assert c.path.size == math.prod(drawn.layout.sizes[a] for a in c.mesh_axes) > 1
         on_the_wire = c.num_bytes * c.path.slowest.seconds_per_byte
-        assert c.seconds == pytest.approx(links.seconds(c.latency - links.startup, on_the_wire, True), **EXACTLY)
+        seconds = links.seconds(c.latency - links.startup, on_the_wire, True, c.fill)
+        assert c.seconds == pytest.approx(seconds, **EXACTLY)
         assert c.latency <= c.seconds * (1 + 1e-12)
         assert 0 <= c.exposed_share <= 1
         assert c.exposed + c.hidden == pytest.approx(c.seconds_per_step, **EXACTLY)
@@ -172,6 +173,18 @@ def test_kept_activations_add_up_to_what_a_layer_keeps():
     layer = next(h for h in activations.holdings if h.block == "layer")
     assert sum(size for _, size in w.kept["layer"]) == layer.num_bytes
     assert layer.copies == 1 * 4  # of four layers one on each stage, four microbatches in flight
+
+
+def test_rows_of_experts_are_kept_with_the_space_that_they_have():
+    """A compiled program for GPUs drops none."""
+    plan = meshwise.estimate_train(
+        "D=256 L=2 N=2 K=2 V=512 E=16 top_k=2 Fe=512", on="h100:8", batch_tokens="64Ki", seq_len=4096, tool="meshwise",
+        layout="expert=8,remat=matmuls",
+    ).plans[0]  # fmt: skip
+    w = work_out(plan.problem, Fabric.of(plan.problem.cluster), plan.layout)
+    (layer,) = (h for c in w.memory if c.name == "activations" for h in c.holdings if h.block == "layer")
+    assert sum(size for _, size in w.kept["layer"]) == layer.num_bytes
+    assert layer.num_bytes > 2 * 8 * 2 * 4096 * 512 * 2  # gate and up, of all tokens
 
 
 def test_an_axis_that_does_not_divide_is_named():

@@ -71,7 +71,7 @@ def test_what_is_sampled_keeps_to_the_schema():
             engine.submit(request)
         while engine.step():
             pass
-        assert engine.cache.used == 0
+        assert engine.caches[0].used == 0
         return some, free
 
     some, free = served(constrained=True)
@@ -84,6 +84,8 @@ def test_what_is_sampled_keeps_to_the_schema():
 
 class Allowed:
     """Says the last token that may come, whatever it is; an end first."""
+
+    rows = 1
 
     def run(self, work):
         out = []

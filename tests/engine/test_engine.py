@@ -1,5 +1,7 @@
 """The engine with JAX: tokens are those of decoding alone, whatever else runs; nothing is compiled after the start."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from meshwise.runtime.steps import paged_model
 from meshwise.scheduling import Scheduling
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.serving import ServingLayout
+from tests.runtime.golden import Golden
 from tests.runtime.steps import dense
 
 MODEL = dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64")
@@ -23,6 +26,9 @@ LONGEST = 64
 
 def engine_of(scheduling, blocks=24, layout=None, model=MODEL, *, ahead=False):
     layout = layout or ServingLayout()
+    if layout.ranks > 1:
+        scheduling = replace(scheduling, max_batch=3 * layout.ranks, ranks=layout.ranks)
+        blocks = 16 * layout.ranks
     model = paged_model(model, layout, jax.devices()[: layout.num_chips], pages=blocks, page_tokens=4, dtype=DType.FP32)
     weights = model.initial_weights(3)
     executor = JaxExecutor(model, weights, scheduling, LONGEST, ahead=ahead)
@@ -47,13 +53,33 @@ def prompts(count, draw):
         ("chunked", ServingLayout(), MODEL, True),
         ("prefill-first", ServingLayout(tensor=2), MODEL, True),
         ("chunked", ServingLayout(tensor=2, expert_tensor_parallel=False), MIXTURE, False),
+        ("chunked", ServingLayout(tensor=2, cache=2, cache_split="sequence"), MIXTURE, True),
+        ("prefill-first", ServingLayout(expert=4), MIXTURE, True),
+        ("chunked", ServingLayout(tensor=2, expert=2, expert_tensor_parallel=False), MIXTURE, False),
     ],
 )
 def test_tokens_are_those_of_decoding_alone(policy, layout, model, ahead):
     """Batches, shared prefixes and preemptions change no token; nor is anything compiled once it runs.
 
-    Nor does it matter whether steps are started before the tokens of the last are here.
+    Nor does it matter whether steps are started before the tokens of the last are here, or whose requests a rank has.
     """
+    served_as_alone(policy, layout, model, ahead=ahead)
+
+
+@pytest.mark.slow  # two programs a bucket each: latents, experts after dense layers; windows and sinks
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ServingLayout(tensor=2, expert=4),
+        ServingLayout(cache=2, cache_split="sequence", expert=2, expert_tensor_parallel=False),
+    ],
+)
+def test_tokens_of_other_families_are_those_of_decoding_alone(name, layout):
+    served_as_alone("chunked", layout, Golden.of(name).model, ahead=True)
+
+
+def served_as_alone(policy, layout, model, *, ahead):
     scheduling = Scheduling(policy, 4, 24, prefix_cache=True, watermark=0.0)
     engine, weights = engine_of(scheduling, layout=layout, model=model, ahead=ahead)
     draw = np.random.default_rng(0)
@@ -65,7 +91,10 @@ def test_tokens_are_those_of_decoding_alone(policy, layout, model, ahead):
             engine.submit(request)
             engine.step()
         while engine.step():
-            engine.cache.check()
+            for cache in engine.caches:
+                cache.check()
+    assert not sum(cache.used for cache in engine.caches)
+    assert {request.rank for request in requests} == set(range(layout.ranks))
     assert engine.scheduler.preemptions
     assert engine.scheduler.hit_tokens
     for request, (prompt, count) in zip(requests, asked, strict=True):
@@ -73,20 +102,29 @@ def test_tokens_are_those_of_decoding_alone(policy, layout, model, ahead):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("heads", [False, True])
-def test_caches_change_devices_and_no_token(heads):
+@pytest.mark.parametrize(
+    ("layouts", "model"),
+    [
+        ((ServingLayout(), ServingLayout(tensor=2)), MODEL),
+        ((ServingLayout(tensor=2), ServingLayout()), MODEL),
+        pytest.param((ServingLayout(tensor=2, expert=2), ServingLayout(expert=2)), MIXTURE, marks=pytest.mark.slow),
+    ],
+)
+def test_caches_change_devices_and_no_token(layouts, model):
     """Prefilled on one mesh, decoded on another, where some give way and are prefilled again; nothing is compiled."""
     first, then = Scheduling("prefill-first", 2, 24, prefix_cache=True), Scheduling("prefill-first", 4, 24)
-    layouts = [ServingLayout(tensor=2), ServingLayout()] if heads else [ServingLayout(), ServingLayout(tensor=2)]
-    devices, executors = jax.devices(), []
+    devices, executors, schedulings = jax.devices(), [], []
     for layout, scheduling, pages in zip(layouts, (first, then), (24, 16), strict=True):
         own, devices = devices[: layout.num_chips], devices[layout.num_chips :]
-        model = paged_model(MODEL, layout, own, pages=pages, page_tokens=4, dtype=DType.FP32)
-        model = LayeredModel.of(model) if heads or layout.num_chips == 1 else model  # as on GPUs, and as on CPUs
-        executors.append(JaxExecutor(model, model.initial_weights(3), scheduling, LONGEST, sends=True))
+        ranks = layout.ranks
+        schedulings.append(replace(scheduling, ranks=ranks, max_batch=scheduling.max_batch * ranks))
+        made = paged_model(model, layout, own, pages=pages * ranks, page_tokens=4, dtype=DType.FP32)
+        made = LayeredModel.of(made) if layout.tensor == 2 or layout.num_chips == 1 else made  # as on GPUs, and on CPUs
+        executors.append(JaxExecutor(made, made.initial_weights(3), schedulings[-1], LONGEST, sends=True))
     executors[1].prepare(executors[:1])
-    decode = Engine(then, 16, executors[1], block_tokens=4)
-    prefill = Engine(first, 24, executors[0], block_tokens=4, hand_over=decode.submit)
+    first, then = schedulings
+    decode = Engine(then, 16 * then.ranks, executors[1], block_tokens=4)
+    prefill = Engine(first, 24 * first.ranks, executors[0], block_tokens=4, hand_over=decode.submit)
     draw = np.random.default_rng(0)
     asked = [(prompt, int(draw.integers(1, 24))) for prompt in prompts(10, draw)]
     requests = [EngineRequest(p, n, Collected(), block_tokens=4) for p, n in asked]
@@ -94,16 +132,18 @@ def test_caches_change_devices_and_no_token(heads):
         patch.setattr("jax._src.compiler.backend_compile_and_load", None)  # whatever compiles now, fails
         for request in requests:
             prefill.submit(request)
-        while any([prefill.step(), decode.step()]) or prefill.cache.used:
+        while any([prefill.step(), decode.step()]) or any(cache.used for cache in prefill.caches):
             pass
     assert prefill.scheduler.hit_tokens
     assert decode.scheduler.preemptions
     for engine in (prefill, decode):
-        engine.cache.check()
-        assert engine.outstanding == 0 == engine.cache.used
-    weights = paged_model(MODEL, ServingLayout(), jax.devices()[:1], pages=1, dtype=DType.FP32).initial_weights(3)
+        assert engine.outstanding == 0
+        for cache in engine.caches:
+            cache.check()
+            assert not cache.used
+    weights = paged_model(model, ServingLayout(), jax.devices()[:1], pages=1, dtype=DType.FP32).initial_weights(3)
     for request, (prompt, count) in zip(requests, asked, strict=True):
-        assert request.sink.ids == alone(weights, prompt, count), request.index
+        assert request.sink.ids == alone(weights, prompt, count, model), request.index
 
 
 @pytest.mark.jax
@@ -137,8 +177,8 @@ def test_nothing_is_compiled_over_a_thousand_mixed_requests():
     assert len(compiled) == 1
     assert sum(r.reason == "length" for r in requests) > 900
     assert sum(r.reason == "cancelled" for r in requests) > 10
-    assert engine.cache.used == 0
-    engine.cache.check()
+    assert engine.caches[0].used == 0
+    engine.caches[0].check()
 
 
 @pytest.mark.jax
@@ -175,8 +215,8 @@ def test_stop_tokens_and_cancellation():
         pass
     assert (stopped.reason, gone.reason) == ("stop", "cancelled")
     assert stopped.sink.ids == expected[: expected.index(expected[3])]
-    assert engine.cache.used == 0
-    engine.cache.check()
+    assert engine.caches[0].used == 0
+    engine.caches[0].check()
 
 
 def test_buckets_hold_every_step_that_the_limits_allow():

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import signal
 import socket
 import threading
 import time
@@ -38,6 +39,8 @@ TEMPLATE = (
 
 class Counting:
     """Says the word after the last one, and ends after w49; a step takes a little time."""
+
+    rows = 1
 
     def __init__(self):
         self.pause, self.broken = 0.0005, False
@@ -96,8 +99,8 @@ class Running:
         end = time.monotonic() + 5
         while (self.engine.outstanding or self.service.active) and time.monotonic() < end:
             time.sleep(0.005)
-        assert self.engine.cache.used == 0
-        self.engine.cache.check()
+        assert self.engine.caches[0].used == 0
+        self.engine.caches[0].check()
         return True
 
 
@@ -249,7 +252,7 @@ def test_a_client_that_goes_away_frees_its_pages(running, stream):
     line = socket.create_connection(("127.0.0.1", running.port))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     line.sendall(head.encode() + body.encode())
-    while not running.engine.cache.used:
+    while not running.engine.caches[0].used:
         time.sleep(0.002)
     steps = running.engine.running.steps
     line.close()
@@ -281,7 +284,9 @@ def test_keys_queues_and_time():
         it.settled()
 
 
-def test_draining_finishes_what_was_asked_for():
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
+def test_draining_finishes_what_was_asked_for(signals):
+    """Also where whoever sends SIGTERM sends it to the group, too; a second Ctrl-C would end at once."""
     with Running() as it:
         it.executor.pause = 0.02
         found = []
@@ -289,10 +294,21 @@ def test_draining_finishes_what_was_asked_for():
         waiting.start()
         while not it.engine.outstanding:
             time.sleep(0.005)
-        it.server.handle_exit(15, None)
+        for number in signals:
+            it.server.handle_exit(number, None)
+        assert not it.server.force_exit
         waiting.join(timeout=10)
         assert found[0][0].status == 200
         assert found[0][1]["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_ctrl_c_while_it_drains_ends_it_at_once(first):
+    with Running() as it:
+        it.server.handle_exit(first, None)
+        assert not it.server.force_exit
+        it.server.handle_exit(signal.SIGINT, None)
+        assert it.server.force_exit
 
 
 def test_an_engine_that_fails_says_so():

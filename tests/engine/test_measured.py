@@ -1,12 +1,15 @@
 """Predicted beside measured, where it is known what comes out: steps of a virtual executor last what costs say."""
 
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from meshwise.commands.serve_summary import summed_up
 from meshwise.engine.engine import Engine
 from meshwise.engine.measured import Measurements, simulate_same, step_rows
+from meshwise.engine.replicas import Replicas
 from meshwise.engine.requests import Collected, EngineRequest
 from meshwise.engine.virtual import Event, VirtualExecutor, serve_events
 from meshwise.report.engine import ServeResult, serve_report
@@ -86,3 +89,22 @@ def test_the_report_says_both_and_their_ratio():
         for which in ("p50", "p99"):
             assert latency[f"measured_{which}_s"] == latency[f"simulated_{which}_s"] > 0
     assert data["latencies"][0]["measured_p99_s"] == sorted(made.ttft)[-(-99 * len(made.ttft) // 100) - 1]
+
+
+def test_the_tables_of_a_long_run_are_of_its_beginning_and_totals_of_all(monkeypatch):
+    def summary():
+        kept, engine = served(Scheduling("chunked", 6, 40), 11)
+        made = SimpleNamespace(hardware="h", software="s", prefill=None, blocks=COSTS.kv_blocks)
+        model = SimpleNamespace(name="m")
+        return summed_up(model, made, Replicas([engine]), [kept], None, None, 1.0)
+
+    whole = summary()
+    monkeypatch.setattr("meshwise.engine.measured._MOST", 20)
+    cut = summary()
+    assert cut.steps_left_out == sum(row.count for row in whole.steps) - 20 > 0
+    assert cut.requests_left_out == whole.requests - 20 > 0
+    tables = dict.fromkeys(("steps", "ttft", "tpot"), ())
+    assert replace(cut, **tables, steps_left_out=0, requests_left_out=0) == replace(whole, **tables)
+    (_, said) = serve_report(cut, {}).assumed
+    assert said.startswith(f"the tables are of the first: without {cut.steps_left_out} later steps and ")
+    assert serve_report(whole, {}).assumed == ("software: s",)

@@ -129,8 +129,7 @@ def test_no_wide_copy_is_made_for_chips_that_are_not_there(cluster, tensor, form
     layers = 4
     with lowering_for(devices[0]):
         if cluster.startswith("h100"):  # as engines run there
-            layers = 1
-            programs = [LayeredModel.of(m).compile(Bucket(2, 0, 2), 8).layers[0] for m in (wide, few)]
+            programs = [LayeredModel.of(m).compile(Bucket(2, 0, 2), 8).layers[0][0] for m in (wide, few)]
         else:
             programs = [m.compile(Bucket(1, 0, 1), 8) for m in (wide, few)]
     of_wide, of_few = (program.memory_analysis() for program in programs)

@@ -62,6 +62,20 @@ def drawn(seed, count, costs, cancelling=0.0, salts=(b"",)):
     return found
 
 
+def checked(engine):
+    """No page of any rank is lost, or has two owners."""
+    for cache in engine.caches:
+        cache.check()
+
+
+def used(engine):
+    return sum(cache.used for cache in engine.caches)
+
+
+def kept(caches):
+    return [0 if cache.prefixes is None else cache.prefixes.blocks for cache in caches]
+
+
 def engine_serves(costs, scheduling, demands, check=False):
     outputs, events, sinks = {}, [], []
     for time, prompt, output, salt, leaves in demands:
@@ -71,11 +85,11 @@ def engine_serves(costs, scheduling, demands, check=False):
         events.append(Event(time, request))
         if leaves is not None:
             events.append(Event(leaves, request, cancelled=True))
-    executor = VirtualExecutor(costs, outputs)
+    executor = VirtualExecutor(costs, outputs, ranks=scheduling.ranks)
     log = []
     engine = Engine(scheduling, costs.kv_blocks, executor, block_tokens=BLOCK, clock=executor.clock, log=log.append)
     if check:
-        step, engine.step = engine.step, lambda: (step(), engine.cache.check())[0]
+        step, engine.step = engine.step, lambda: (step(), checked(engine))[0]
     serve_events(engine, executor, sorted(events, key=lambda e: e.time))
     return engine, executor, outputs, log
 
@@ -126,10 +140,9 @@ def compare(costs, scheduling, demands, check=False):
         assert request.sink.ids == list(output)
         own = tuple(request.times[name] for name in ("begun", "first", "done"))
         assert times[request.index] == own
-    engine.cache.check()
-    assert engine.cache.used == 0 == engine.outstanding
-    kept = 0 if engine.cache.prefixes is None else engine.cache.prefixes.blocks
-    assert kept == (0 if replica.cache.prefixes is None else replica.cache.prefixes.blocks)
+    checked(engine)
+    assert used(engine) == 0 == engine.outstanding
+    assert kept(engine.caches) == kept(replica.caches)
     return engine
 
 
@@ -140,14 +153,15 @@ schedulings = st.builds(
     max_step_tokens=st.sampled_from([9, 16, 40]),
     watermark=st.sampled_from([0.0, 0.05]),
     prefix_cache=st.booleans(),
+    ranks=st.sampled_from([1, 1, 2, 3]),
 )
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 10**6), schedulings, st.integers(18, 60), st.sampled_from([0.0, 0.3]))
 def test_the_engine_decides_as_the_simulator(seed, scheduling, blocks, cancelling):
-    costs = COSTS.replace(kv_blocks=blocks)
-    compare(costs, scheduling, drawn(seed, 14, costs, cancelling, salts=(b"", b"a:")), check=True)
+    costs, whole = COSTS.replace(kv_blocks=blocks), COSTS.replace(kv_blocks=blocks * scheduling.ranks)
+    compare(whole, scheduling, drawn(seed, 14, costs, cancelling, salts=(b"", b"a:")), check=True)
 
 
 def apart_serve(costs, scheduling, first, demands):
@@ -157,7 +171,7 @@ def apart_serve(costs, scheduling, first, demands):
         request = EngineRequest(prompt, len(output), Collected(), block_tokens=BLOCK, salt=salt)
         outputs[request] = output
         events.append(Event(time, request))
-    one, other = VirtualExecutor(costs, outputs), VirtualExecutor(costs, outputs)
+    one, other = (VirtualExecutor(costs, outputs, ranks=own.ranks) for own in (first, scheduling))
 
     def hand_over(request):
         handed.append(Event(one.sent[-1].time, request))
@@ -170,8 +184,8 @@ def apart_serve(costs, scheduling, first, demands):
     decode = Engine(scheduling, costs.kv_blocks, other, block_tokens=BLOCK, clock=other.clock, log=logs[1].append)
     serve_events(decode, other, sorted(handed, key=lambda e: (e.time, e.request.index)))
     for engine in (prefill, decode):
-        engine.cache.check()
-        assert engine.cache.used == 0 == engine.outstanding
+        checked(engine)
+        assert used(engine) == 0 == engine.outstanding
     return (one, other), (prefill, decode), outputs, logs
 
 
@@ -182,8 +196,8 @@ def test_engines_that_prefill_and_others_that_decode_decide_as_the_simulator(see
     costs = COSTS.replace(
         kv_blocks=blocks, kv_bytes_per_token=1.0, transfer_bytes_per_s=2.0**9, transfer_startup_s=8 * TICK
     )
-    scheduling = replace(scheduling, prefix_cache=False)
-    demands = drawn(seed, 14, costs)
+    scheduling, first = replace(scheduling, prefix_cache=False), replace(first, ranks=scheduling.ranks)
+    demands, costs = drawn(seed, 14, costs), costs.replace(kv_blocks=blocks * scheduling.ranks)
     executors, engines, outputs, logs = apart_serve(costs, scheduling, first, demands)
     recorder = Recorder(spans=10**6)
     system = ServingSystem(costs, 1, scheduling, "round-robin", PrefillPool(costs, 1, first))
@@ -208,23 +222,26 @@ def test_steps_that_are_started_ahead_lose_no_page_and_change_no_output(seed, sc
     """Where all come at once and end by their length, steps are the simulator's; who stops takes a step more."""
     costs = COSTS.replace(kv_blocks=blocks)
     demands = [(0.0 if not cancelling else d[0], *d[1:]) for d in drawn(seed, 14, costs, cancelling)]
+    most_tokens, costs = costs.kv_tokens, costs.replace(kv_blocks=blocks * scheduling.ranks)
     outputs, events, log = {}, [], []
     for time, prompt, output, salt, leaves in demands:
         output = [*output[:-1], 50] if stopping else output  # noqa: PLW2901
-        most = min(len(output) + 3 * stopping, costs.kv_tokens + 1 - len(prompt))
+        most = min(len(output) + 3 * stopping, most_tokens + 1 - len(prompt))
         request = EngineRequest(prompt, most, Collected(), stops=frozenset([50]), block_tokens=BLOCK, salt=salt)
         outputs[request] = output
         events.append(Event(time, request))
         events += [Event(leaves, request, cancelled=True)] if leaves is not None else []
-    executor = VirtualExecutor(costs, outputs)
-    engine = Engine(scheduling, blocks, executor, block_tokens=BLOCK, clock=executor.clock, log=log.append, ahead=True)
-    step, engine.step = engine.step, lambda: (step(), engine.cache.check())[0]
+    executor = VirtualExecutor(costs, outputs, ranks=scheduling.ranks)
+    engine = Engine(
+        scheduling, costs.kv_blocks, executor, block_tokens=BLOCK, clock=executor.clock, log=log.append, ahead=True
+    )
+    step, engine.step = engine.step, lambda: (step(), checked(engine))[0]
     serve_events(engine, executor, sorted(events, key=lambda e: e.time))
     for request, output in outputs.items():
         given = [token for token in output if token != 50]
         if request.reason != "cancelled":
             assert (request.reason, request.sink.ids) == ("stop" if 50 in output else "length", given)
-    assert engine.cache.used == 0 == engine.outstanding
+    assert used(engine) == 0 == engine.outstanding
     assert replay(map(to_line, log)) == len(executor.steps)
     if not stopping and not cancelling and not scheduling.prefix_cache:
         _, steps, _ = simulator_serves(costs, scheduling, demands)
@@ -237,6 +254,36 @@ def test_a_crowded_cache_with_prefixes_and_cancellations(policy):
     engine = compare(costs, Scheduling(policy, 16, 48, prefix_cache=True), drawn(7, 150, costs, 0.2), check=True)
     assert engine.scheduler.preemptions > 5
     assert engine.scheduler.hit_tokens > 500
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_ranks_share_out_requests_and_pages(policy):
+    """Each has a part of the batch; who gives way does so for another of its rank; a crowded cache, and prefixes."""
+    scheduling = Scheduling(policy, 16, 48, prefix_cache=True, ranks=4)
+    engine = compare(COSTS.replace(kv_blocks=4 * 24), scheduling, drawn(7, 150, COSTS, 0.2), check=True)
+    assert engine.scheduler.preemptions > 5
+    assert engine.scheduler.hit_tokens > 500
+    _, executor, requests, _ = engine_serves(
+        COSTS.replace(kv_blocks=160), scheduling, [(0.0, [5], [1] * 9, b"", None)] * 8
+    )
+    assert sorted(request.rank for request in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
+    of_one = engine_serves(COSTS, replace(scheduling, ranks=1), [(0.0, [5], [1] * 9, b"", None)] * 2)[1]
+    whole = COSTS.step_seconds([2] * 8, filled=(8, 0))
+    assert executor.steps[1][0] - executor.steps[0][0] == whole
+    assert of_one.steps[1][0] - of_one.steps[0][0] == COSTS.step_seconds([2] * 2)
+
+
+def test_of_ranks_with_equally_few_requests_the_one_with_the_longest_match_is_taken():
+    """By the engine and the simulator; a rank with fewer requests goes first all the same."""
+    pairs = [[(time, [first] * 12, [7] * 2, b"", None) for first in (1, 2)] for time in (0.0, 1.0, 2.0)]
+    demands = [*pairs[0], *pairs[1][::-1], pairs[2][1]]
+    scheduling = Scheduling(prefix_cache=True, ranks=2)
+    engine = compare(COSTS.replace(kv_blocks=80), scheduling, demands, check=True)
+    assert engine.scheduler.hit_tokens == 3 * 8
+    _, _, requests, _ = engine_serves(COSTS.replace(kv_blocks=80), scheduling, demands)
+    assert [request.rank for request in requests] == [0, 1, 1, 0, 1]
+    _, _, requests, _ = engine_serves(COSTS.replace(kv_blocks=80), scheduling, [*pairs[0], pairs[1][1], pairs[1][1]])
+    assert [request.rank for request in requests] == [0, 1, 1, 0]
 
 
 def test_a_preempted_request_may_end_with_the_token_of_its_second_prefill():
@@ -284,8 +331,8 @@ def test_a_sink_that_fails_harms_no_other():
     engine = Engine(Scheduling(), 10, executor, block_tokens=BLOCK, clock=executor.clock)
     serve_events(engine, executor, [Event(0.0, r) for r in requests])
     assert (good.ids, good.reason, bad.reason) == ([7, 8, 9, 6], "length", "error")
-    engine.cache.check()
-    assert engine.cache.used == 0
+    checked(engine)
+    assert used(engine) == 0
 
 
 def test_a_log_that_was_changed_is_noticed():
@@ -297,5 +344,7 @@ def test_a_log_that_was_changed_is_noticed():
         replay(map(to_line, log))
     with pytest.raises(ConfigError, match="expected the engine's limits first"):
         replay(map(to_line, log[1:]))
+    with pytest.raises(ConfigError, match="ranks: expected at least 1"):
+        replay(map(to_line, [(log[0][0], {**log[0][1], "ranks": 0}, *log[0][2:]), *log[1:]]))
     with pytest.raises(ConfigError, match="expected what 'meshwise serve --log' writes"):
         replay(["{"])

@@ -22,6 +22,8 @@ MODEL = "D=64 F=128 L=2 N=4 K=2 H=16 V=256"
 class Counting:
     """Says the token after the last one."""
 
+    rows = 1
+
     def run(self, work):
         return [Token(r.tokens[-1] + 1) for r in work.asking]
 
@@ -101,8 +103,8 @@ def test_requests_are_cancelled_where_they_are_and_each_log_replays():
     reasons = [request.reason for request in requests]
     assert reasons == ["length", "cancelled", "cancelled", "length", "length", "length"]
     for engine, log in zip(replicas.engines, logs, strict=True):
-        engine.cache.check()
-        assert engine.cache.used == 0
+        engine.caches[0].check()
+        assert engine.caches[0].used == 0
         assert replay(map(to_line, log)) == 30
 
 
@@ -116,7 +118,7 @@ def test_requests_are_cancelled_wherever_their_cache_is():
     requests = [ask(replicas, n, output=30) for n in range(4)]
     first.step()  # two are prefilled, and handed over
     assert [request.engine for request in requests] == [other, other, first, first]
-    assert (first.cache.used, first.outstanding, other.outstanding) == (4, 2, 2)
+    assert (first.caches[0].used, first.outstanding, other.outstanding) == (4, 2, 2)
     first.cancel(requests[0])  # by who did not hear yet
     replicas.cancel(requests[2])
     sender.arrived = True
@@ -126,8 +128,8 @@ def test_requests_are_cancelled_wherever_their_cache_is():
     finish(replicas)
     assert [request.reason for request in requests] == ["cancelled", "cancelled", "cancelled", "length"]
     for engine in replicas.all:
-        engine.cache.check()
-        assert engine.cache.used == 0 == engine.outstanding
+        engine.caches[0].check()
+        assert engine.caches[0].used == 0 == engine.outstanding
 
 
 def test_threads_serve_and_a_failure_is_told():

@@ -85,13 +85,18 @@ def test_sends_wait_in_plain_schedules_only():
         assert ("exposed: sends between stages" in exported(layout, "megatron")) == waits
 
 
-def test_deepspeed_hides_sums_of_gradients_with_zero_alone():
-    """Without ZeRO all of the AllReduce sticks out; with it, the gather of new weights; in a pipeline both do."""
-    data = {z: estimated(f"dp=32,zero={z},remat=full,micro_batch=1", tool="deepspeed").estimate for z in (0, 1)}
-    usual = estimated("dp=32,zero=1,remat=full,micro_batch=1").estimate
-    assert data[0].terms["data"] > data[1].terms["data"] > usual.terms["data"]
-    read = json.loads(exported("dp=32,zero=1", "deepspeed"))
-    assert read["zero_optimization"]["overlap_comm"] is True
+def test_deepspeed_hides_sums_of_gradients_from_zero_2_on():
+    """Stage 1 sums as training without ZeRO does, and gathers new weights besides; stage 2 hides its sums.
+
+    Of these there is one a microbatch, here two.
+    """
+    data = [estimated(f"dp=32,zero={z},remat=full,micro_batch=2", tool="deepspeed").estimate for z in (0, 1, 2)]
+    whole, first, second = (e.terms["data"] + e.terms.get("fsdp", 0.0) for e in data)
+    assert first > whole > second
+    for stage, beside in ((1, False), (2, True)):
+        read = json.loads(exported(f"dp=32,zero={stage}", "deepspeed"))
+        assert read["zero_optimization"]["overlap_comm"] is beside
+        assert ("contiguous_gradients" in read["zero_optimization"]) is beside, "the engine turns it off for stage 1"
     read = json.loads(exported("dp=8,pp=4,zero=1,schedule=1f1b", "deepspeed"))
     assert read["zero_optimization"]["overlap_comm"] is False
 

@@ -12,6 +12,7 @@ from benchmarks import tool_jobs
 from meshwise.cli.main import main
 from meshwise.core.errors import HandoverError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import default_calibration
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import TARGETS, runs_in, tools_for
@@ -21,6 +22,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.runtime.refusals import check_even, check_layout
+from meshwise.search import plan_training
 from meshwise.search.diagnosis import single_changes
 from meshwise.search.serving import ServingPlan
 from meshwise.sharding.layout import Layout, parse_layout
@@ -139,7 +141,7 @@ def test_what_is_found_for_an_engine_can_be_exported_to_it(load):
         assert takers == tuple(t for t in able if taken_by(ServingPlan(usual.problem, e), t))
         assert takers
     for engine in able:
-        found = serving(load, tool=engine, top=3).plans
+        found = serving(load, tool=engine, top=3, within=0).plans
         assert all(taken_by(ServingPlan(usual.problem, e), engine) for e in found)
         others = [e for e in free.plans if engine in serving_runs_in(usual.problem, e.setup)]
         assert all(e.throughput_per_chip <= 1.01 * found[0].throughput_per_chip for e in others), "ties are within 1 %"
@@ -261,21 +263,49 @@ def test_our_own_runtime_takes_stages_of_equal_pieces_only():
     assert even.layout.stage == 2
 
 
-def test_a_loss_in_chunks_is_planned_where_all_named_tools_have_it():
+#: Jobs whose logits are much of what a chip holds, and others: as in `JOBS`.
+FULL = (
+    ("gemma-3-4b", "rtx-4090:8", "256Ki", 8192), ("llama-3.2-3b", "rtx-4090:8", "256Ki", 8192),
+    ("qwen3-1.7b", "l40s:8", "512Ki", 4096), ("gemma-3-1b", "v5e:2x4", "512Ki", 8192),
+    ("gpt-oss-20b", "h100:16", "1Mi", 8192), ("llama-3-8b", "h100:8", "512Ki", 8192),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", FULL, ids=lambda asked: f"{asked[0]} on {asked[1]}")
+def test_no_tool_has_a_faster_plan_than_the_whole_space_has(asked):
+    model, on, batch, length = asked
+    chips = parse_cluster(on)
+    job = TrainingJob(batch_tokens=batch, seq_len=length)
+    problem = TrainingProblem(load_model(model), job, chips, find_calibration("fitted", chips.chip))
+
+    def least(*tools):
+        (best, *_) = plan_training(problem, tools=tools, top=1, within=0).plans
+        assert not tools or any(tool.runs(best.layout) for tool in tools)
+        return best.estimate.step_time.expected / best.estimate.tokens
+
+    tools, whole = tools_for(problem), least()
+    each = {tool.name: least(tool) for tool in tools}
+    assert len(each) > 1
+    assert whole <= min(each.values()) * (1 + 1e-12)
+    assert least(*tools) == pytest.approx(min(each.values()), rel=1e-12)
+
+
+def test_a_loss_is_made_in_chunks_where_whole_logits_do_not_fit_and_a_tool_makes_them_so():
     job = {"on": "rtx-4090:8", "batch_tokens": "256Ki", "seq_len": 8192}
-    found = {
-        tool: meshwise.plan_train("llama-3.2-3b", tool=tool, top=1, **job).plans[0]
-        for tool in ("meshwise", "torchtitan", "megatron", "torchtitan,megatron")
-    }
-    assert {tool: plan.layout.loss for tool, plan in found.items()} == {
-        "meshwise": "chunked", "torchtitan": "chunked", "megatron": "whole", "torchtitan,megatron": "whole",
-    }  # fmt: skip
-    best = found["meshwise"]
-    again = meshwise.estimate_train("llama-3.2-3b", tool="meshwise", layout=best.line, **job).plans[0]
-    assert (again.layout, again.estimate.memory) == (best.layout, best.estimate.memory)
-    whole = meshwise.plan_train("llama-3.2-3b", tool="meshwise", top=1, forbid="loss=chunked", **job).plans[0]
+
+    def best(*tool, **asked):
+        return meshwise.plan_train("gemma-3-4b", tool=tool, top=1, **job, **asked).plans[0]
+
+    found = {tool: best(tool) for tool in ("none", "meshwise", "torchtitan", "torchtitan,deepspeed", "deepspeed")}
+    assert {tool for tool, plan in found.items() if plan.layout.loss == "chunked"} == found.keys() - {"deepspeed"}
+    assert runs_in(best()) == ("torchtitan", "meshwise")
+    chunked, whole = found["meshwise"], best("meshwise", forbid="loss=chunked")
+    again = meshwise.estimate_train("gemma-3-4b", tool="meshwise", layout=chunked.line, **job).plans[0]
+    assert (again.layout, again.estimate.memory) == (chunked.layout, chunked.estimate.memory)
     assert whole.layout.loss == "whole"
-    assert whole.estimate.step_time.expected > best.estimate.step_time.expected
+    assert whole.estimate.step_time.expected > chunked.estimate.step_time.expected
+    roomy = meshwise.plan_train("gemma-3-4b", tool="meshwise", top=1, **job | {"on": "h100:8"}).plans[0]
+    assert roomy.layout.loss == "whole"
 
 
 def test_a_layout_whose_logits_do_not_fit_is_offered_a_loss_in_chunks():

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -146,6 +147,20 @@ def test_every_resource_follows_from_its_substitution(any_plan):
     for e, (name, seconds) in zip(shown, resources.items(), strict=True):
         assert name in e.name
         assert evaluated(e.substitution) == pytest.approx(seconds, **PRINTED), e
+
+
+def test_whole_sums_are_shown_whole_and_bounded_by_what_each_replica_needs():
+    """ZeRO in DeepSpeed: the table has the sum that all replicas get, the bound the ReduceScatter that would do."""
+    for whole, zero in ((1, 1), (2, 2), (0, 1), (1, 2)):
+        row = plan("h100:8", data=(8,), zero=zero)
+        calibration = replace(row.problem.calibration, whole_sums=whole)
+        row = Plan.of(replace(row.problem, calibration=calibration), row.layout, row.fabric)
+        table = next(c for c in workings_of(row).collectives if c.block == "embed" and "d_w_embed" in c.tensors)
+        assert table.moves == (f"d_w_embed[V, D]{{U_data}} -> d_w_embed[V, D{'' if whole >= zero else '_data'}]",)
+        term = "data" if zero == 1 else "fsdp"
+        (network,) = explain_lower(workings_of(row), {term: row.estimate.resources[term]})
+        assert ("ReduceScatter" in network.formula) == (whole >= zero)
+        assert evaluated(network.substitution) == pytest.approx(row.estimate.resources[term], **PRINTED)
 
 
 def test_model_flops_and_utilisation_follow_from_their_substitutions(any_plan):

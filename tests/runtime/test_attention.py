@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwise.compiler.compiling import prepare, target_devices
+from meshwise.compiler.targets import Target
+from meshwise.hardware import parse_cluster
 from meshwise.runtime.attention import Kernel, attend, shift_of
+from meshwise.runtime.devices import lowering_for
 from meshwise.runtime.kernels import blocks, gpu, tpu
 from meshwise.runtime.kernels.masks import Masks, Pairs
 
@@ -22,11 +26,17 @@ def drawn(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
 
 
+def positions_seen(pairs, q, k):
+    runs = zip((pairs.queries, pairs.keys), pairs.runs(q, k), strict=True)
+    queries, keys = (jnp.concatenate([x + jnp.arange(run) for x in starts]) for starts, run in runs)
+    return pairs.masks.seen(queries, keys)
+
+
 def at_once(q, k, v, pairs):
     """All scores, with gradients that JAX derives."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     logits, _ = pairs.masks.logits(jnp.einsum("btkgh,bskh->bkgts", grouped, k))
-    seen = pairs.masks.seen(pairs.queries + jnp.arange(q.shape[1]), pairs.keys + jnp.arange(k.shape[1]))
+    seen = positions_seen(pairs, q, k)
     logits = jnp.where(seen, logits, -1e30)
     total = jax.nn.logsumexp(logits, axis=-1)
     out = jnp.einsum("bkgts,bskh->btkgh", jnp.where(seen, jnp.exp(logits - total[..., None]), 0), v)
@@ -147,16 +157,60 @@ def test_a_device_chooses_its_blocks_as_it_runs(module, number):
 
     @jax.jit
     def at(number):
-        pairs = Pairs(masks, 512, 512 - jnp.asarray(offsets)[number], offsets, number)
+        pairs = Pairs(masks, (512,), (512 - jnp.asarray(offsets)[number],), tuple((n,) for n in offsets), number)
         return module.forward(*arrays, pairs, **how)
 
     with jax.default_matmul_precision("highest"):
         out, total = at(number)
-        expected = at_once(*arrays, Pairs(masks, 512, 512 - offsets[number]))
+        expected = at_once(*arrays, Pairs(masks, (512,), (512 - offsets[number],)))
     seen = np.asarray(masks.seen(offsets[number] + np.arange(256), np.arange(256)).any(1))
     close(out, expected[0])
     close(total[:, seen], expected[1][:, seen])
     assert np.isneginf(total[:, ~seen]).all()
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["causal", "window and cap"])
+@pytest.mark.parametrize("module", [tpu, gpu, blocks])
+@pytest.mark.parametrize(("queries", "keys"), [((1, 6), (2, 5)), ((3, 4), (3, 4)), ((2, 5), (0,))])
+def test_runs_of_a_sequence_attend_to_runs_as_it_runs(module, name, queries, keys):
+    """Two runs of queries of a device to two of another, or of its own, or to all in front."""
+    masks, run = MASKS[name], 128
+    q, k, v = given(2 * run, run * (len(keys) if len(keys) > 1 else 4))
+    (starts, others), unit = (tuple(run * n for n in x) for x in (queries, keys)), run * len(queries)
+    here = tuple(x - y for x in starts for y in others)
+    offsets = (tuple(x + unit for x in here), here)
+    how = {"skip": True} if module is blocks else {"interpret": True}
+    kept = (drawn(2, 2 * run, 4), drawn(2, 2 * run, 4, 16), drawn(2, 2 * run, 4))
+
+    @jax.jit
+    def at(number, first):
+        pairs = Pairs(masks, tuple(first + x for x in starts), tuple(first + x for x in others), offsets, number)
+        found = module.forward(q, k, v, pairs, **how)
+        read = (jnp.where(jnp.isfinite(found[1]), found[1], 0) + 1, *kept[1:])
+        return found, module.backward(q, k, v, read, pairs, **how)
+
+    with jax.default_matmul_precision("highest"):
+        found, slopes = at(1, 0)
+        fixed = Pairs(masks, starts, others)
+        expected = at_once(q, k, v, fixed)
+        seen = np.isfinite(np.asarray(found[1]))
+        total, d_out, shift = jnp.where(seen, found[1], 0) + 1, *kept[1:]
+
+        def weighed(q, k, v):
+            """Of softmaxes with denominators of their own, so that each weight is on its own."""
+            grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+            logits, _ = masks.logits(jnp.einsum("btkgh,bskh->bkgts", grouped, k))
+            heads = jnp.moveaxis(total.reshape(*total.shape[:2], k.shape[2], -1), 1, 3)
+            weights = jnp.where(positions_seen(fixed, q, k), jnp.exp(logits - heads[..., None]), 0)
+            out = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(*q.shape[:3], -1)
+            whole = jnp.moveaxis(jnp.sum(weights, -1), 3, 1).reshape(q.shape[:3])
+            return jnp.sum(out * d_out) + jnp.sum(whole * shift)
+
+        close(slopes, jax.grad(weighed, argnums=(0, 1, 2))(q, k, v), 1e-3)
+    assert seen.any()
+    close(np.asarray(found[0])[seen], np.asarray(expected[0])[seen])
+    close(np.asarray(found[1])[seen], np.asarray(expected[1])[seen])
 
 
 def test_what_a_kernel_cannot_do_is_said():
@@ -171,6 +225,29 @@ def test_what_a_kernel_cannot_do_is_said():
 
 def test_a_query_that_sees_nothing_here_gets_zeros_and_no_weight():
     q, k, v = drawn(1, 4, 2, 8), drawn(1, 4, 2, 8), drawn(1, 4, 2, 8)
-    out, total = jax.jit(partial(attend, pairs=Pairs(MASKS["causal"], 0, 4)))(q, k, v)
+    out, total = jax.jit(partial(attend, pairs=Pairs(MASKS["causal"], (0,), (4,))))(q, k, v)
     assert not np.asarray(out).any()
     assert np.isneginf(total).all()
+
+
+@pytest.mark.slow  # real compilers: what the chip's memory holds only they say
+@pytest.mark.parametrize("chip", ["a100-sxm-80gb", "h100", "b200"])
+@pytest.mark.parametrize("width", [128, 256])
+def test_kernels_fit_into_the_memory_of_gpus_that_are_not_here(chip, width):
+    pytest.importorskip("jax_cuda12_plugin")
+    target = Target.of(parse_cluster(f"{chip}:1"))
+    prepare(target)
+    device = target_devices(target)[0]
+    here = jax.sharding.SingleDeviceSharding(device)
+    q, k, sums = (
+        jax.ShapeDtypeStruct((1, 4096, *rest), dtype, sharding=here)
+        for rest, dtype in (((16, width), jnp.bfloat16), ((8, width), jnp.bfloat16), ((16,), jnp.float32))
+    )
+    pairs = Pairs(Masks(True, None, None, width**-0.5))
+
+    def run(q, k, v, total, shift):
+        return gpu.forward(q, k, v, pairs), gpu.backward(q, k, v, (total, q, shift), pairs, dtype=jnp.bfloat16)
+
+    with lowering_for(device):
+        text = jax.jit(run).lower(q, k, k, sums, sums).compile().as_text()
+    assert all(f"of_{what}" in text for what in ("queries", "keys"))

@@ -74,6 +74,7 @@ SPLIT = {
         {"context": 2, "expert": 2, "tensor": 2, "fully_sharded": False, "zero": 1, "context_method": "ring",
          "num_microbatches": 2},
     ),
+    "learned-positions-over-context": ("gpt2", {"context": 2, "tensor": 2, "fsdp": 2}),
     "learned-positions": ("gpt2", {"data": 2, "zero": 1, "tensor": 2, "fsdp": 2, "num_microbatches": 2}),
 }  # fmt: skip
 
@@ -87,6 +88,31 @@ def test_split_models_give_the_gradients_of_one_device(name):
     loss, found = loss_and_gradients(make(model(config), layout))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert worst(found, expected) < 1e-5
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("layout", [{"fsdp": 2, "remat": "none"}, {"num_microbatches": 2, "remat": "matmuls"}])
+def test_layers_of_a_period_are_those_of_a_loop_in_a_loop(layout):
+    """Where products are kept each layer of a period has arrays of its own, else equal ones are stacked."""
+    period = configured("period", {**MODELS["gemma3"], "num_hidden_layers": 8, "sliding_window_pattern": 3})
+    apart, stacked = make(period, Layout(**layout)), make(period, Layout(micro_batch=2, remat="full"))
+    keys = [[run.key for s in step.stack.segments for run in s.runs] for step in (apart, stacked)]
+    assert [len(k) for k in keys] == [4, 3]
+    expected_loss, expected = loss_and_gradients(stacked)
+    loss, found = loss_and_gradients(apart)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert worst(found, expected) < 1e-5
+
+
+@pytest.mark.jax  # nothing runs
+@pytest.mark.parametrize(
+    ("remat", "runs"),
+    [("selective", 4), ("projections", 4), ("recompute:layernorm", 4), ("attention", 3), ("save:gate+up", 3)],
+)
+def test_periods_are_written_out_where_all_products_are_kept(remat, runs):
+    period = configured("period", {**MODELS["gemma3"], "num_hidden_layers": 8, "sliding_window_pattern": 3})
+    segments = make(period, Layout(micro_batch=2, remat=remat)).stack.segments
+    assert sum(len(s.runs) for s in segments) == runs
 
 
 @pytest.mark.jax

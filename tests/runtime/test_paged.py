@@ -6,6 +6,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError
+from meshwise.runtime import layered
 from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.steps import ROW, Bucket, StepArrays, paged_model
 from meshwise.runtime.weights import open_weights
@@ -92,6 +93,30 @@ def test_logits_of_other_families(name, tensor, of_experts, tmp_path):
     against_golden(name, ServingLayout(tensor=tensor, expert_tensor_parallel=of_experts), tmp_path)
 
 
+SPREAD = ServingLayout(tensor=2, cache=2, cache_split="sequence")
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_positions_of_a_page_on_several_devices_give_the_same_logits(name, tmp_path):
+    """Each attends to its own keys, and the parts are added up: windows, caps, sinks, experts."""
+    against_golden(name, SPREAD, tmp_path)
+
+
+@pytest.mark.slow  # two programs each: latents, experts whole on a device, four devices to a page
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("deepseek_v3", SPREAD),
+        ("mixtral", SPREAD.replace(expert_tensor_parallel=False)),
+        ("llama", ServingLayout(cache=4, cache_split="sequence")),
+        ("olmo2", SPREAD.replace(tensor=1)),
+    ],
+)
+def test_positions_on_several_devices_in_other_families(name, layout, tmp_path):
+    against_golden(name, layout, tmp_path)
+
+
 @pytest.mark.jax
 def test_the_pool_is_not_copied():
     """A step's temporaries are small beside its pool, which is donated and carried through the loop over layers."""
@@ -103,16 +128,24 @@ def test_the_pool_is_not_copied():
         page_tokens=16,
         dtype=DType.FP32,
     )
-    for bucket in (Bucket(8, 0, 8), Bucket(0, 64, 4)):
-        memory = model.compile(bucket, 32).memory_analysis()
-        pool = model.page_bytes * 8192
-        assert memory.alias_size_in_bytes == pool
-        assert memory.temp_size_in_bytes < pool / 10
+    layered = LayeredModel.of(model)
+    whole, own = model.page_bytes * 8192, model.page_bytes * 2048
+    for bucket in (Bucket(1, 0, 1), Bucket(8, 0, 8), Bucket(0, 64, 4)):
+        layers = [(layered.compile(bucket, pages).layers[0][0], own) for pages in (8, 32)]  # of one block, and of four
+        for program, pool in [(model.compile(bucket, 32), whole), *layers]:
+            memory = program.memory_analysis()
+            # A layer's activations have the place of those before it, too.
+            assert memory.alias_size_in_bytes == (pool if pool == whole else pytest.approx(pool, rel=0.001))
+            assert memory.temp_size_in_bytes < pool / 10, bucket
 
 
 def test_layouts_that_the_engine_cannot_run_are_refused():
     with pytest.raises(LayoutError, match="serve: fsdp=2 is planned, but not yet executed by the engine"):
         paged_model(dense(), ServingLayout(fsdp=2), jax.devices()[:2], pages=8, page_tokens=4)
+    with pytest.raises(LayoutError, match=r"expert=2 shares out experts, and small has none; .* give --replicas 2"):
+        paged_model(dense(), ServingLayout(expert=2), jax.devices()[:2], pages=8, page_tokens=4)
+    with pytest.raises(LayoutError, match="cache=2,cache_split=batch is planned, but not yet executed by the engine"):
+        paged_model(dense(), ServingLayout(cache=2, cache_split="batch"), jax.devices()[:2], pages=8, page_tokens=4)
 
 
 def layer_by_layer(name, folder):
@@ -120,7 +153,7 @@ def layer_by_layer(name, folder):
     model = paged_model(
         golden.model, ServingLayout(), jax.devices()[:1], pages=PAGES, page_tokens=PAGE, dtype=DType.FP32
     )
-    layered, published = LayeredModel.of(model), golden.write(folder)
+    by_layer, published = LayeredModel.of(model), golden.write(folder)
     tables = np.random.default_rng(0).permutation(PAGES)[:24].reshape(2, 12).astype(np.int32)
     flat, positions = np.zeros((2, 3 * ROW), np.int32)
     pages, held = np.full(3 * ROW, -1, np.int32), np.zeros((3, 12), np.int32)
@@ -130,8 +163,8 @@ def layer_by_layer(name, folder):
         pages[own], held[row] = tables[row][np.arange(11) // PAGE], tables[row]
     arrays = StepArrays(flat, positions, pages, np.zeros((0, 12), np.int32), held, np.asarray([10, 26], np.int32))
     expected, pool = model.step(model.load(open_weights(published, golden.model)), model.empty_pool(), arrays)
-    step = layered.compile(Bucket(0, 3 * ROW, 2), 12)
-    found, own = step(layered.load(open_weights(published, golden.model)), layered.empty_pool(), arrays)
+    step = by_layer.compile(Bucket(0, 3 * ROW, 2), 12)
+    found, own = step(by_layer.load(open_weights(published, golden.model)), by_layer.empty_pool(), arrays)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     layers = sum(len(a["k"]) for a in pool.values()) // PAGES
     assert len(own) == layers
@@ -141,9 +174,10 @@ def layer_by_layer(name, folder):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_layer_by_layer_gives_the_same_logits_and_pages(name, tmp_path):
+@pytest.mark.parametrize(("name", "together"), [("gemma3", 1), ("gemma3", 4), ("llama", 8)])
+def test_layer_by_layer_gives_the_same_logits_and_pages(name, together, tmp_path, monkeypatch):
     """Weights and pages of each layer apart, as on CPUs and GPUs; windows of one layer in several, and none."""
+    monkeypatch.setitem(layered._TOGETHER, "cpu", together)
     layer_by_layer(name, tmp_path)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwise.core.errors import LayoutError
 from meshwise.runtime import ragged, refusals
-from meshwise.runtime.kernels import gpu_grouped
+from meshwise.runtime.kernels import gpu_grouped, gpu_rows
 from meshwise.sharding.layout import Layout
 from tests.runtime import emulated
 from tests.runtime.steps import alone, dense, loss_and_gradients, make, worst
@@ -26,6 +26,7 @@ BIASED = "D=32 L=2 N=4 K=4 H=8 V=64 E=8 top_k=2 Fe=32 bias=yes"
 def emulated_exchange(monkeypatch):
     """CPU devices exchange by gathers, and are let through."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated.ragged_all_to_all)
+    monkeypatch.setattr(ragged.RaggedExperts, "_assembled", ())
     monkeypatch.setattr(
         "meshwise.runtime.train.check_dispatch", lambda layout, job, _: refusals.check_dispatch(layout, job, {"tpu"})
     )
@@ -79,6 +80,8 @@ LAYOUTS = {
     "partial-sums": (BIASED, {"fsdp": 2, "tensor": 2, "sequence_parallel": False, "remat": "none"}),
     "exchange": (MIXTURE, {"expert": 4, "num_microbatches": 2}),
     "exchange-tensor": (MIXTURE, {"expert": 2, "tensor": 2, "fsdp": 2}),
+    "exchange-biased": (BIASED, {"expert": 4, "fsdp": 2}),
+    "exchange-partial-sums": (BIASED, {"expert": 2, "tensor": 2}),
     "experts-on-tensor": (MIXTURE, {"tensor": 4, "expert_tensor_parallel": False}),
 }
 
@@ -100,6 +103,8 @@ def test_so_do_those_that_a_gpu_multiplies(name, monkeypatch):
         what: partial(getattr(gpu_grouped, what), interpret=True) for what in ("multiply", "multiply_rows", "unwritten")
     }
     monkeypatch.setattr(ragged, "_kernel", lambda platform: SimpleNamespace(**own))  # noqa: ARG005
+    rows = {what: partial(getattr(gpu_rows, what), interpret=True) for what in ("apply", "gradients", "sums")}
+    monkeypatch.setattr(ragged, "gpu_rows", lambda: SimpleNamespace(**rows))
     proved(name)
 
 

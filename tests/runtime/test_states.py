@@ -34,7 +34,10 @@ def drawn(step):
 
 
 def model(kind):
-    return dense(FOUR) if kind == "dense" else configured("windows", WINDOWS)
+    if kind == "dense":
+        return dense(FOUR)
+    longer = {"num_hidden_layers": 6, "sliding_window_pattern": 3} if kind == "periods" else {}
+    return configured(kind, WINDOWS | longer)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,7 @@ def model(kind):
         *(("dense", LAYOUTS[0], other) for other in LAYOUTS[1:]),
         ("dense", LAYOUTS[1], LAYOUTS[3]),
         *(("windows", LAYOUTS[0], other) for other in (LAYOUTS[1], LAYOUTS[4])),
+        ("periods", Layout(micro_batch=4, remat="full"), Layout(micro_batch=4, remat="none")),
     ],
     ids=str,
 )

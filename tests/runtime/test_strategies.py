@@ -7,6 +7,7 @@ from tests.runtime.steps import alone, dense, loss_and_gradients, make, worst
 
 LAYOUTS = {
     "data": {"data": 8},
+    "replicas": {"data": 2, "fsdp": 4, "zero": 1, "num_microbatches": 2, "remat": "matmuls"},
     "zero-1": {"data": 4, "tensor": 2, "zero": 1, "num_microbatches": 2},
     "zero-2": {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2, "num_microbatches": 2},
     "fsdp": {"fsdp": 8, "remat": "none"},
@@ -41,7 +42,7 @@ LAYOUTS = {
 
 
 #: Slow because each is a compiled program, and proves the same of another way to split.
-QUICK = ("zero-1",)
+QUICK = ("replicas",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])

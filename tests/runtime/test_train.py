@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.models import load_model
@@ -45,6 +46,26 @@ def test_layers_go_back_only_after_the_head_has_the_gradients_of_its_weights():
     held = [line for line in text.splitlines() if "optimization_barrier" in line]
     stream, table = "x16x32xbf16>", "tensor<32x64xf32>"  # [B, T, D]; [D, V], as wide as gradients are reduced
     assert any(stream in line and table in line for line in held), held
+
+
+@pytest.mark.parametrize(("layout", "first"), [({"data": 2, "fsdp": 4}, True), ({"fsdp": 4, "tensor": 2}, False)])
+def test_gradients_of_a_weight_are_made_before_those_of_its_input_where_no_activations_travel(layout, first):
+    """So that they travel while all others are made: a compiler makes them last, since only the update reads them."""
+    step = make(dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64"), Layout(**layout), precision="mixed")
+    text = step.jitted.lower(step.abstract_state, step.abstract_batch).as_text()
+    held = [line for line in text.splitlines() if "optimization_barrier" in line]
+    made, gradient = (
+        ("tensor<32x64xf32>", "x16x64xbf16>"),
+        ("tensor<32x32xf32>", "x16x32xbf16>"),
+    )  # of w_gate, F by tensor
+    assert any(all(words in line for words in (made if first else gradient)) for line in held) is first, held
+
+
+def test_gradients_of_vectors_along_the_stream_are_added_up_whole():
+    """A compiler sums them once a microbatch, and nothing waits for small ReduceScatters in every layer."""
+    step = make(dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64"), Layout(fsdp=8, num_microbatches=2))
+    norm, gate = (step.parameters["layer"][name] for name in ("norm.mlp", "w_gate"))
+    assert [p.sum_spec(step.stack.placement) for p in (norm, gate)] == [P(None, None), P(None, "fsdp", None)]
 
 
 def test_microbatches_each_gather_what_they_read():

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from meshwise.costs.fitted import SOFTWARE
+from meshwise.costs.spread import EIGHTY_PERCENT, WIDTH, relative_spread
 from meshwise.scoring import TrainingRun, predict_training, shipped_rows
-from meshwise.scoring.held_out import FREEDOMS, HeldOut, mean_of, rests_on
+from meshwise.scoring.held_out import FREEDOMS, HeldOut, held_by_next, mean_of, rests_on
+from meshwise.scoring.software import RECIPES
 
 RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 NAMES = ("T-korthikanti-0003", "T-llmfoundry-0157", "T-vtrain-0056", "T-bloomprequel-0232")
@@ -36,6 +38,13 @@ def test_software_that_one_source_knows_is_not_known_without_it(rows, held_out):
     assert blind == ["fitted+megatron-2021", "fitted+eager-2023", "fitted+megatron-2021", "fitted+megatron-deepspeed"]
 
 
+def test_recipes_are_read_unless_they_are_withheld():
+    """A step of NeMo 26.06 in MXFP8 is one graph by NVIDIA's recipes, whatever its rows show."""
+    row = predict_training(RUNS["T-mbridge-0079"])
+    found = [HeldOut([row], withheld=withheld).blind[0].calibration.name for withheld in ((), (RECIPES,))]
+    assert found == ["fitted+megatron-graphs", "fitted"]
+
+
 def test_every_software_names_sources_that_ship():
     sources = {run.source for run in RUNS.values()}
     for software in SOFTWARE.values():
@@ -54,6 +63,43 @@ def test_a_source_has_no_part_in_its_own_forecast(rows, held_out):
             assert b.expected > a.expected * 1.01
     own = NAMES.index("T-vtrain-0056")
     assert after.one_mfu[own].expected == pytest.approx(before.one_mfu[own].expected)
+
+
+def test_what_only_a_source_has_measured_is_new_in_its_intervals():
+    """The family of TPUs, A100 of 40 GB, FP8 on Hopper, 16 bits on Hopper; two sources have A100 of 80 GB in fp16."""
+    new = {
+        "T-maxtext-0015": ["family"],
+        "T-llmfoundry-0277": ["chip"],
+        "T-nemo2407-0001": ["format"],
+        "T-jaxtoolbox-0013": ["format"],
+        "T-vtrain-0056": [],
+        "T-sc21-0001": [],
+        "T-bloomprequel-0321": [],  # bf16, as the A100 of 40 GB
+    }
+    found = HeldOut([predict_training(RUNS[name]) for name in new])
+    for p, stated in zip(found.blind, found.stated, strict=True):
+        causes = {*p.scenario.causes, *new[p.run.id]}
+        assert WIDTH * stated == pytest.approx(relative_spread(p.estimate.terms, causes)), p.run.id
+
+
+def test_of_ten_sources_that_count_alike_88_percent_are_below():
+    """Four of five by eleven tenths; one of them has as many rows as all others together, and more."""
+    ratios = [np.full(100, 0.1), *(np.full(1 + k % 3, float(k)) for k in range(1, 10))]
+    assert held_by_next(ratios) == 8.0
+    assert held_by_next(ratios[:3]) == 2.0
+
+
+def test_widths_hold_more_than_four_of_five_where_other_sources_are_few(held_out):
+    """Of three others all: four of five by four thirds."""
+    found, ratios = held_out.forecasts(), []
+    for i, other in enumerate(held_out.names):
+        if other != "vtrain":
+            fit = held_out.fit(("vtrain", other), found.freedoms["vtrain"])
+            ratios.append(abs(held_out.errors(other, fit)[0]) / (EIGHTY_PERCENT * held_out.stated[i]))
+    assert found.widths["vtrain"] == pytest.approx(max(ratios))
+    likely = found.rows[NAMES.index("T-vtrain-0056")]
+    spread = found.widths["vtrain"] * held_out.stated[NAMES.index("T-vtrain-0056")]
+    assert likely.likely.high / likely.expected == pytest.approx(np.exp(EIGHTY_PERCENT * spread))
 
 
 def test_without_freedom_constants_stay_where_single_operations_put_them(held_out):

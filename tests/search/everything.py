@@ -7,7 +7,7 @@ context method without a context axis) are left out there, as one of them stands
 
 import itertools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ class Points:
     mesh: np.ndarray
     offloads: np.ndarray  # whether the host holds anything
     fits: np.ndarray
-    copies: np.ndarray  # offloads more than another that fits
+    copies: np.ndarray  # saves more memory than another that fits
 
     def take(self, rows):
         return Points(*(getattr(self, f.name)[rows] for f in fields(self)))
@@ -206,7 +206,7 @@ def taken(tools, places, structure, share, layers, name, pieces, offload):  # no
         mesh = {a: int(n) for a, n in zip(MESH_AXES, row, strict=True)}
         layout = Layout(
             **mesh,
-            **{n: getattr(structure, n) for n in ("zero", "fully_sharded", "remat", "sequence_parallel")},
+            **{n: getattr(structure, n) for n in ("zero", "fully_sharded", "remat", "sequence_parallel", "loss")},
             expert_tensor_parallel=structure.expert_tensor_parallel,
             context_method=structure.context_method,
             schedule=name,
@@ -225,34 +225,36 @@ def taken(tools, places, structure, share, layers, name, pieces, offload):  # no
 
 
 def price(problem, fabric, places, structure, share, choices, capacity, tools=()):  # noqa: PLR0917 -- what a layout is made of
-    """All schedules, and all that the host can hold."""
+    """All schedules, both losses, and all that the host can hold."""
     candidates = places.candidates(remat_share=share)
     host = problem.cluster.chip.host_memory
     tokens = candidates.sequences * problem.job.seq_len
+    wires = places.wires(problem, fabric)
     with np.errstate(all="ignore"):  # a formula means nothing where its schedule cannot run
-        shared = evaluated(problem, structure, candidates, places.wires(problem, fabric))
+        losses = {way: evaluated(problem, replace(structure, loss=way), candidates, wires) for way in choices.loss}
         for pipeline, rows, name, pieces in schedules_on(problem, places, choices):
 
             def column(value, rows=rows):
                 return np.broadcast_to(value, len(places))[rows]
 
-            def held(size, which, rows=rows, name=name, pieces=pieces):
-                of = places.take(rows), structure, share, problem.model.num_layers, name, pieces
+            def held(size, loss, which, rows=rows, pipe=(name, pieces)):
+                of = places.take(rows), replace(structure, loss=loss), share, problem.model.num_layers, *pipe
                 return np.where(list(taken(tools, *of, which)), size, math.inf) if tools else size
 
-            plain = shared.costs(pipeline)
-            seconds, memory = column(plain.step.expected / tokens), held(column(plain.memory["total"]), ())
-            mesh, none = places.mesh[rows], np.zeros(len(rows), bool)
-            fits = {(): memory <= capacity}
-            yield Points(seconds, memory, mesh, none, fits[()], none)
-            if fits[()].all() or host is None:
-                continue
-            for which in filter(None, choices.offload):
-                costs = offloaded(plain, which)
-                slower, size = column(costs.step.expected / tokens), column(costs.memory["total"])
+            plain = {loss: shared.costs(pipeline) for loss, shared in losses.items()}
+            seconds = column(plain[choices.loss[0]].step.expected / tokens)
+            mesh, fits = places.mesh[rows], {}
+            for which, loss in itertools.product(choices.offload, choices.loss):
+                smaller = [f for (o, _), f in fits.items() if set(o) <= set(which)]
+                more = np.any([np.zeros(len(rows), bool), *smaller], axis=0)
+                if more.all() or (which and host is None):
+                    continue
+                costs = offloaded(plain[loss], which) if which else plain[loss]
+                slower = column(costs.step.expected / tokens)
+                if not which:
+                    assert (slower == seconds).all(), "a loss in chunks takes no other time"
                 assert (slower >= seconds * (1 - 1e-12)).all(), "a layout without its host is never slower"
-                possible = column(costs.host_memory["total"]) <= host
-                size = held(np.where(possible, size, math.inf), which)
-                more = np.any([f for other, f in fits.items() if set(other) < set(which)], axis=0)
-                fits[which] = size <= capacity
-                yield Points(slower, size, mesh, ~none, fits[which], more)
+                possible = column(costs.host_memory["total"]) <= host if which else True
+                size = held(np.where(possible, column(costs.memory["total"]), math.inf), loss, which)
+                fits[which, loss] = size <= capacity
+                yield Points(slower, size, mesh, np.full(len(rows), bool(which)), fits[which, loss], more)

@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.fitted import fitted_calibration
+from meshwise.costs.problem import TrainingProblem
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
 from meshwise.search import training_limits
 from meshwise.search.asked import SearchSpace
 from meshwise.search.bounds import ideal_chip_seconds_per_token
@@ -18,6 +22,7 @@ from meshwise.search.network import LocalTables, SearchedNetwork
 from meshwise.search.pricing import Pricing
 from meshwise.search.space import meshes, placements
 from meshwise.sharding.layout import MESH_AXES, Layout, parse_layout
+from tests.costs.small_problems import tiny
 from tests.search.test_search_exact import small_searches
 
 BELOW = 1 + 1e-12
@@ -52,9 +57,11 @@ def hold_bounds(case, generator):
     pricing = pricing_of(case)
     batch = some_candidates(pricing, generator, 24, 48)
     fitting, _ = pricing.fitting(batch)
-    plain, without_host = fitting.where(fitting.offload == 0), pricing_of(case, offload=((),))
+    plain, without_host = fitting.where(fitting.saving == 0), pricing_of(case, offload=((),))
+    in_chunks, _ = pricing_of(case, loss=("chunked",)).fitting(batch)
     for bounds in (pricing.bounds, without_host.bounds):
         assert (bounds.memory_floor(plain) <= plain.memory * BELOW).all()
+        assert (bounds.memory_floor(in_chunks) <= in_chunks.memory * BELOW).all()
     assert len(fitting)
     bounded = pricing.bounded(unbounded(fitting))
     assert (fitting.bound <= bounded.bound * BELOW).all()
@@ -87,6 +94,24 @@ def hold_placements(case, generator):
             every.append(costs.step.expected / (layout.sequences * problem.job.seq_len))
         # Wires are compared to nine digits.
         assert priced.seconds.min() == pytest.approx(min(every), rel=1e-8, abs=0)
+
+
+def test_stages_in_step_hold_what_each_layout_holds_alone():
+    """Two stages divide 1,020 positions, not those of a device where four have a part; three no rows of the tables."""
+    cluster = parse_cluster("h100:24")
+    job = TrainingJob(batch_tokens=str(48 * 1020), seq_len="1020", batch_slack="0%")
+    problem = TrainingProblem(
+        tiny(layers=6, vocab=16384), job, cluster, fitted_calibration(cluster.chip, "xla"), in_step=True
+    )
+    pricing = pricing_of((problem, {"remat": ("full",), "schedule": ("1f1b", "gpipe")}, None))
+    batch, _ = pricing.fitting(some_candidates(pricing, np.random.default_rng(0), 64, 96))
+    assert {1, 2, 3} <= {*pricing.network.table.axis("stage", batch.at)}
+    assert (pricing.bounds.memory_floor(batch) <= batch.memory * BELOW).all()
+    for i in range(len(batch)):
+        (priced,) = pricing.placed(batch.take(slice(i, i + 1)))
+        layout = pricing.found(priced, 0, 0.0).layout
+        alone = evaluate_layout(problem, pricing.network.fabric, layout).memory["total"]
+        assert batch.memory[i] == pytest.approx(alone, rel=1e-12), layout
 
 
 seeds = st.integers(0, 2**32).map(np.random.default_rng)

@@ -53,6 +53,7 @@ def test_torn_plans_are_refused(text, words):
         (("job", "seq_len"), "x", "a value was changed: seq_len: expected a number such as .* found 'x'; undo that"),
         (("job", "nonsense"), 1, "a value was changed: nonsense: extra inputs are not permitted; undo that"),
         (("model", "hub_names"), 3, "a value was changed"),
+        (("in_step",), "yes", "a value was changed"),
         (("cluster",), 3, "expected a cluster name"),
         (("layout", "wires"), None, r"layout\.wires: expected"),
         (("layout", "data"), [], "whole number"),

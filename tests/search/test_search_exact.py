@@ -131,6 +131,10 @@ PROBLEMS = {
         lambda: large(changes={"fine_tune": "lora:rank=16"}),
         {"zero": (1,), "context_method": ("gather",), "schedule": ("1f1b", "gpipe")},
     ),
+    "8 H100, large vocabulary, little memory": (
+        lambda: large(hbm=4.5e9, vocab=256000, width=1024, hidden=4096, sequences=64),
+        {"remat": ("none", "full"), "zero": (1,), "context_method": ("gather",), "schedule": ("1f1b", "zb-v")},
+    ),
     "12 chips": (
         lambda: problem_on(torus((3, 4)), sequences=12, layers=3, width=1536, hidden=4608),
         {"remat": ("none", "full"), "zero": (0, 1), "schedule": ("1f1b", "interleaved")},
@@ -150,6 +154,7 @@ WINS = {
     "8 H100, little memory": lambda layout: layout.offload,
     "8 H100, next to no memory": lambda layout: "optimizer" in layout.offload,
     "8 H100, what fits is partly recomputed": lambda layout: layout.remat_layers,
+    "8 H100, large vocabulary, little memory": lambda layout: layout.loss == "chunked",
     "8 H100, mixture": lambda layout: layout.expert > 1,
     "8 v5e, pipelines": lambda layout: layout.stage > 1,
 }

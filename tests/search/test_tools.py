@@ -24,27 +24,30 @@ def test_masks_of_many_conditions_say_what_tools_say_of_layouts(names):
     table = candidate_table(problem.job, meshes(math.prod(problem.network.sizes), space.limits))
     network = SearchedNetwork(LocalTables(problem), space, problem.network, table)
     pricing, generator = Pricing(network), np.random.default_rng(1)
-    batch = pricing.bounds.members_of(pricing.bounds.all_groups())
-    batch = batch.take(generator.integers(len(batch), size=400))  # those that some tool takes with some offload
+    batch = pricing.bounds.members_of(pricing.bounds.all_groups(lambda bound, _: bound >= 0))
+    taken = table.meshes[np.unique(table.mesh_id[batch.at])]
+    assert {*map(tuple, network.local.meshes(space, table.meshes))} == {*map(tuple, taken)}
+    assert len(names) > 1 or len(taken) < len(table.meshes)
+    batch = batch.take(generator.integers(len(batch), size=400))  # those that some tool takes with some saving
     said = 0
-    for offload in range(len(network.offloads)):
-        runs = network.runs(batch.choices, batch.schedule, batch.at, offload)
+    for saving in range(len(network.savings)):
+        runs = network.runs(batch.choices, batch.schedule, batch.at, saving)
         said += int(runs.sum())
         for i in range(len(batch)):
-            layout = layout_of(network, batch, i, offload)
+            layout = layout_of(network, batch, i, saving)
             assert runs[i] == any(t.runs(layout) for t in tools), layout
-    assert 0 < said < runs.size * len(network.offloads)
+    assert 0 < said < runs.size * len(network.savings)
     assert len(names) == 1 or network.masks._flags[0].number > 64
 
 
-def layout_of(network, batch, i, offload):
+def layout_of(network, batch, i, saving):
     """A candidate in words that a tool reads, placed somehow."""
     mesh = network.table.mesh_id[batch.at[i]]
     sizes = {a: int(n) for a, n in network.table.axes(mesh).items()}
     where = placements(network.fabric.sizes, tuple(sizes.values()))[0]
     return Layout(
         **sizes,
-        **network.layout_choices(int(batch.choices[i]), int(batch.schedule[i]), offload),
+        **network.layout_choices(int(batch.choices[i]), int(batch.schedule[i]), saving),
         micro_batch=int(network.table.micro_batch[batch.at[i]]),
         num_microbatches=int(network.table.num_microbatches[batch.at[i]]),
         wires=tuple((a, tuple(int(e) for e in extents)) for a, extents in zip(sizes, where, strict=True)),

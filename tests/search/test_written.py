@@ -25,6 +25,10 @@ CASES = (
     ("mixtral-8x7b", "v5p:4x4x4", "fsdp=8,expert=8,fully_sharded=off,micro_batch=2,num_microbatches=2,remat=full"),
 )
 
+#: Recomputation of attention hides here beside gathers whole: of layouts as fast a search takes the smallest, and
+#: one that is written the one that recomputes nothing.
+AS_FAST = CASES[3][2]
+
 
 def asked(model: str, on: str) -> TrainingProblem:
     cluster = parse_cluster(on)
@@ -39,9 +43,11 @@ def test_as_a_search_finds_it(model, on, text):
     assert written_layouts(problem, request)
     found = complete_layout(problem, request, memory_share=1.0)
     (best,) = search_layout(problem, request, (), 1.0).best
-    assert found.layout == best.layout
+    assert found.layout == (best.layout if text != AS_FAST else replace(best.layout, remat="none"))
     assert found.estimate.step_time.expected / found.estimate.tokens == pytest.approx(best.seconds_per_token, rel=1e-12)
-    assert found.estimate.memory["total"] == pytest.approx(best.memory_bytes, rel=1e-12)
+    searched = Plan.of(problem, best.layout, best.fabric).estimate
+    assert searched.memory["total"] == pytest.approx(best.memory_bytes, rel=1e-12)
+    assert found.estimate.memory["total"] >= searched.memory["total"]
     assert Plan.of(problem, found.layout, found.fabric).estimate == found.estimate  # of many placements, or of one
 
 

@@ -24,7 +24,8 @@ from meshwise.core.units import Quantity
 
 #: Where it is here -> what users of other tools type.
 _MEANT = {
-    "a step's batch is in tokens, --batch-tokens 4Mi; the requests that an engine serves at once are --batch": (
+    "a step's batch is in tokens, --batch-tokens 4Mi; the requests that an engine serves at once are --max-batch of a "
+    "plan, --batch of an estimate": (
         "batch-size global-batch-size gbs bs max-num-seqs concurrency max-concurrency users"
     ),
     "sequences of a microbatch are micro_batch= of --layout": "micro-batch-size mbs",

@@ -5,6 +5,7 @@ Not here: running them (`bench`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_duration, parse_bytes, parse_duration
-from meshwise.costs.calibration import default_calibration
+from meshwise.costs.calibration import FEW_ROWS_SIDES, default_calibration
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.local_shapes import local_shapes
@@ -293,9 +294,9 @@ class Operations:
         """What an engine's step is made of besides: products of few rows, a paged cache, the engine itself."""
         from meshwise.engine.step_bench import time_engine_step  # noqa: PLC0415 -- it loads JAX
 
-        side, device = 1024, self.devices.devices[0]
+        device = self.devices.devices[0]
         for dtype in (self.request.dtype,) if self.request.dtype else _FORMATS:
-            for rows in _FEW_ROWS:
+            for side, rows in itertools.product(FEW_ROWS_SIDES, _FEW_ROWS):
                 columns = self._columns("gemm", FEW_ROWS, dtype) | {"m": rows, "n": side, "k": side}
                 run = partial(self.devices.few_rows, rows, side, dtype)
                 yield Operation(

@@ -82,7 +82,7 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         model = load_model(self.model)
         check_length(model, self.seq_len)
         calibration = calibration_for(self.tool or usual, self.calibration, cluster.chip)
-        problem = TrainingProblem(model, self.job(), cluster, calibration)
+        problem = TrainingProblem(model, self.job(), cluster, calibration, in_step=(self.tool or usual) == OWN_RUNTIME)
         return problem if self.anchor is None else at_anchor(problem, self.anchor)
 
 

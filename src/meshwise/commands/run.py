@@ -5,10 +5,8 @@ JAX is loaded when something runs. Not here: words (`report`), how it is execute
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from meshwise.core.explanation import Answer
 from meshwise.report.report import Report
 from meshwise.report.run import GenerateResult, RunResult, generate_report, run_report
 from meshwise.runtime.devices import load_jax
+from meshwise.runtime.processes import stdout_for_the_answer
 from meshwise.search import Plan
 
 
@@ -111,7 +110,7 @@ def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | 
         made = generate.answer(plan, request, progress=screen.progress, say=screen.say)
         screen.show(generate_report(made, inputs | request.echo()))
         return
-    with _stdout_for_the_answer(noisy=options.processes is not None):  # gloo tells whom it is connected to
+    with stdout_for_the_answer(noisy=options.processes is not None):  # gloo tells whom it is connected to
         told = {"progress": screen.progress, "say": screen.say, "saved": lambda step: screen.say(f"saved step {step}")}
         result = run_plan.answer(plan, options, **told)
     if result.is_first_process:
@@ -132,22 +131,3 @@ def _profiled(report: Report, folder: str, plan: Plan) -> Report:
     data = {"answer": found.answer, **found.data}
     body = (*report.body, Text(f"Profile: {found.answer}", style="bold"), *found.brief)
     return replace(report, data={**report.data, "profile": data}, body=body)
-
-
-@contextlib.contextmanager
-def _stdout_for_the_answer(noisy: bool) -> Iterator[None]:
-    """Send what libraries print on stdout to stderr meanwhile, where `noisy`: an answer in JSON is alone there.
-
-    They print from C++, below `sys.stdout`.
-    """
-    if not noisy:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -23,6 +23,46 @@ _TOKENS = Field(
 )
 
 
+class SeveralProcesses(Request):
+    """Processes that run together."""
+
+    coordinator: Annotated[str | None, Flag("HOST:PORT")] = None
+    """Address of the first of several processes, or auto where JAX knows the cluster (Slurm, TPUs)."""
+    num_processes: int | None = Field(default=None, ge=1, le=10**6)
+    """How many processes run together; each is started with the same options."""
+    process_id: int | None = Field(default=None, ge=0, le=10**6)
+    """Number of this process, from 0, the coordinator."""
+
+    @property
+    def processes(self) -> Processes | None:
+        """The processes that run together; None where this one runs alone."""
+        return None if self.coordinator is None else Processes(self.coordinator, self.num_processes, self.process_id)
+
+    def check_processes(self) -> None:
+        """See that these options go together.
+
+        Raises:
+            MeshwiseError: for one that means nothing without another.
+        """
+        numbers = {"--num-processes": self.num_processes, "--process-id": self.process_id}
+        given = [flag for flag, value in numbers.items() if value is not None]
+        if self.coordinator in (None, "auto"):
+            if given and self.coordinator is None:
+                raise MeshwiseError(f"{given[0]} needs --coordinator HOST:PORT, the address of the first process")
+            if given:
+                raise MeshwiseError(f"{given[0]}: with --coordinator auto JAX finds it itself; leave it out")
+            return
+        if len(given) < len(numbers):
+            raise MeshwiseError(f"--coordinator {self.coordinator} needs --num-processes and --process-id")
+        host, _, port = str(self.coordinator).rpartition(":")
+        if not host or not port.isdigit():
+            raise MeshwiseError(f"--coordinator: expected HOST:PORT or auto, found {self.coordinator!r}")
+        if (self.process_id or 0) >= (self.num_processes or 1):
+            raise MeshwiseError(
+                f"--process-id {self.process_id}: expected less than --num-processes {self.num_processes}"
+            )
+
+
 class ExecutionRequest(Request):
     """What training and generation share."""
 
@@ -37,7 +77,7 @@ class ExecutionRequest(Request):
     """Seed of the initial weights and of the order of tokens."""
 
 
-class RunRequest(ExecutionRequest):
+class RunRequest(ExecutionRequest, SeveralProcesses):
     """How a plan is to be trained."""
 
     sections: ClassVar = {
@@ -94,12 +134,6 @@ class RunRequest(ExecutionRequest):
     every: int | None = Field(
         default=None, ge=1, le=10**8, description=f"Save every N steps, and the last one; by default {DEFAULT_EVERY}."
     )
-    coordinator: Annotated[str | None, Flag("HOST:PORT")] = None
-    """Address of the first of several processes, or auto where JAX knows the cluster (Slurm, TPUs)."""
-    num_processes: int | None = Field(default=None, ge=1, le=10**6)
-    """How many processes run together; each is started with the same options."""
-    process_id: int | None = Field(default=None, ge=0, le=10**6)
-    """Number of this process, from 0, the coordinator."""
 
     def check(self) -> None:
         """See that options go together.
@@ -116,7 +150,7 @@ class RunRequest(ExecutionRequest):
         if self.keep is not None and self.checkpoint is None:
             raise MeshwiseError("--keep needs --checkpoint, the folder that steps are saved in")
         self._check_decay()
-        self._check_processes()
+        self.check_processes()
 
     def _check_data(self) -> None:
         if self.text is not None and self.token_file is not None:
@@ -128,30 +162,6 @@ class RunRequest(ExecutionRequest):
         for name in ("evaluate_every", "evaluate_batches"):
             if getattr(self, name) is not None and self.evaluate is None:
                 raise MeshwiseError(f"{flag(name)} needs --evaluate, a held-out file")
-
-    @property
-    def processes(self) -> Processes | None:
-        """The processes that run together; None where this one runs alone."""
-        return None if self.coordinator is None else Processes(self.coordinator, self.num_processes, self.process_id)
-
-    def _check_processes(self) -> None:
-        numbers = {"--num-processes": self.num_processes, "--process-id": self.process_id}
-        given = [flag for flag, value in numbers.items() if value is not None]
-        if self.coordinator in (None, "auto"):
-            if given and self.coordinator is None:
-                raise MeshwiseError(f"{given[0]} needs --coordinator HOST:PORT, the address of the first process")
-            if given:
-                raise MeshwiseError(f"{given[0]}: with --coordinator auto JAX finds it itself; leave it out")
-            return
-        if len(given) < len(numbers):
-            raise MeshwiseError(f"--coordinator {self.coordinator} needs --num-processes and --process-id")
-        host, _, port = str(self.coordinator).rpartition(":")
-        if not host or not port.isdigit():
-            raise MeshwiseError(f"--coordinator: expected HOST:PORT or auto, found {self.coordinator!r}")
-        if (self.process_id or 0) >= (self.num_processes or 1):
-            raise MeshwiseError(
-                f"--process-id {self.process_id}: expected less than --num-processes {self.num_processes}"
-            )
 
     def _check_decay(self) -> None:
         if self.learning_rate_decay == "none":

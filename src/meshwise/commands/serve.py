@@ -21,7 +21,10 @@ from pydantic import Field
 
 from meshwise.commands.command import Screen, Tell, verb
 from meshwise.commands.plan_files import kind_of_plan, read_plan
-from meshwise.commands.requests import File, Flag, ModelName, Request
+from meshwise.commands.requests import File, Flag, ModelName
+from meshwise.commands.run_requests import SeveralProcesses
+from meshwise.commands.serve_hosts import check_one_engine, follow, lead, own_log, together
+from meshwise.commands.serve_summary import summed_up
 from meshwise.commands.simulate_serve import Seconds, read_engine_costs
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, MissingDependencyError
@@ -38,12 +41,15 @@ from meshwise.jobs import ServingLoad
 from meshwise.models import Model, load_model
 from meshwise.report.engine import ServeResult, serve_report
 from meshwise.runtime.devices import load_jax
+from meshwise.runtime.processes import position, stdout_for_the_answer
+from meshwise.runtime.refusals import PAGE_TOKENS
 from meshwise.scheduling import Scheduling
 from meshwise.search.serving import ServingPlan, simulator_setup
 from meshwise.sharding.serving import ServingLayout
 
 if TYPE_CHECKING:
     from meshwise.engine.engine import StepRecord
+    from meshwise.engine.hosts import Leading
     from meshwise.engine.http.metrics import Metrics
     from meshwise.engine.launch import Launched, Limits, Pool
     from meshwise.engine.measured import Measurements
@@ -53,13 +59,13 @@ if TYPE_CHECKING:
 _Bytes = Annotated[float, Quantity("bytes", parse_bytes, format_bytes, "8GiB")]
 
 
-class ServeRequest(Request):
+class ServeRequest(SeveralProcesses):
     """What `meshwise serve` is asked."""
 
     positional = ("model",)
     sections: ClassVar = {
         "Model": ("weights", "tokenizer", "dtype", "quantization"),
-        "Layout": ("tensor", "expert_tensor_parallel", "replicas", "prefill"),
+        "Layout": ("tensor", "cache", "expert", "expert_tensor_parallel", "replicas", "prefill"),
         "Endpoint": ("host", "port", "api_key", "name"),
         "Engine": ("max_batch", "max_len", "max_step_tokens", "policy", "prefix_cache", "routing", "cache_memory"),
     }
@@ -78,6 +84,12 @@ class ServeRequest(Request):
     multiplied as wide as activations are. By default as a plan says, else not."""
     tensor: int = Field(default=1, ge=1, le=512)
     """Devices that split heads and widths; a plan says it."""
+    cache: int = Field(default=1, ge=1, le=16)
+    """Devices that, for each of --tensor, split heads and widths further, and share out the positions of the cache; a
+    plan says it."""
+    expert: int = Field(default=1, ge=1, le=512)
+    """Groups of these devices that share out the experts of a mixture, and the requests: each attends to its own; a
+    plan says it."""
     expert_tensor_parallel: bool = True
     """Split the width of every expert over these devices; off: each has some of the experts, whole. A plan says it."""
     replicas: int | None = Field(default=None, ge=1, le=512)
@@ -107,9 +119,9 @@ class ServeRequest(Request):
     """What the scheduler puts into a step first; by default prefill-first, or as the plan says."""
     prefix_cache: bool = True
     """Keep beginnings of prompts in the cache for later requests."""
-    lookahead: int = Field(default=0, ge=0, le=1)
+    lookahead: int | None = Field(default=None, ge=0, le=1)
     """Steps that are decided and started before the tokens of the last are fetched; what ends by a stop word then takes
-    a step more."""
+    a step more. By default 1 on a GPU, else 0."""
     routing: Literal["round-robin", "least-loaded", "affinity"] = "least-loaded"
     """Which replica a request goes to: each in turn, the one with the fewest requests, or the one that has most of its
     prompt in the cache."""
@@ -134,6 +146,17 @@ class ServeRequest(Request):
     its number at the end."""
     compile_cache: Annotated[Path | None, Flag("DIR")] = None
     """Folder of compiled programs, from which the next start is quick; by default in the user's cache."""
+
+    @property
+    def layout(self) -> ServingLayout:
+        """Of one engine, where no plan says it."""
+        return ServingLayout(
+            tensor=self.tensor,
+            cache=self.cache,
+            expert=self.expert,
+            cache_split="sequence" if self.cache > 1 else "heads",
+            expert_tensor_parallel=self.expert_tensor_parallel,
+        )
 
     def key(self) -> str | None:
         """The API key that was given, or the environment's."""
@@ -180,11 +203,12 @@ class _Asked:
         `bench machine` measured products of wide weights alone.
         """
         from meshwise.engine.measured import rounded  # noqa: PLC0415 -- an optional extra
+        from meshwise.runtime.steps import Bucket  # noqa: PLC0415 -- likewise
 
         layout, executor, scheduling = self.layout, made.executor, made.scheduling
         if prefill and self.prefill is not None and made.prefill is not None:
             layout, executor, scheduling = self.prefill.layout, made.prefill.executors[0], made.prefill.scheduling
-        buckets = executor.buckets
+        buckets = [Bucket(*(n * scheduling.ranks for n in bucket)) for bucket in executor.buckets]
         if self.costs is not None:
             sizes = [b.tokens for b in buckets]
             return rounded(self.costs.replace(block_tokens=executor.model.page_tokens), sizes)
@@ -196,7 +220,12 @@ class _Asked:
         load = ServingLoad(prompt=prompt, output=made.longest - prompt, precision=made.precision)
         setup = ServingSetup("aggregated", layout, layout, scheduling.max_batch)
         problem = ServingProblem(self.model, load, self.cluster, self.calibration)
-        return bucketed_costs(problem, setup, buckets)
+        from meshwise.runtime.paged import SPAN  # noqa: PLC0415 -- it loads JAX
+
+        # Kernels read what each request has; plain JAX, blocks as far as the longest goes, which is not counted.
+        placement = executor.model.stack.placement
+        by_kernel = placement.is_nvidia or placement.platform == "tpu"
+        return bucketed_costs(problem, setup, buckets, 0 if by_kernel else SPAN * layout.cache)
 
 
 def _asked(request: ServeRequest, say: Tell) -> _Asked:
@@ -212,7 +241,7 @@ def _asked(request: ServeRequest, say: Tell) -> _Asked:
     cluster = None if request.cluster is None else load_cluster_file(request.cluster)
     calibration = None if cluster is None else find_serving_calibration("operations", cluster.chip)
     if kind_of_plan(request.model) is None:
-        layout = ServingLayout(tensor=request.tensor, expert_tensor_parallel=request.expert_tensor_parallel)
+        layout = request.layout
         prefill = None if request.prefill is None else _Prefill(layout, request.prefill)
         return _Asked(
             load_model(request.model), layout, costs=costs, cluster=cluster, calibration=calibration, prefill=prefill
@@ -250,14 +279,28 @@ def show_serve(screen: Screen, request: ServeRequest) -> None:
       meshwise serve smollm2-135m --weights SmolLM2-135M-Instruct.Q4_1.gguf
       meshwise serve llama-3-8b --weights Llama-3-8B --tensor 4 --api-key KEY
       meshwise serve plan.json --weights Llama-3-8B
+      meshwise serve plan.json --weights Llama-3-8B --coordinator host0:1234 --num-processes 2 --process-id 0
     """  # noqa: D301  (click's mark for lines that stay as they are)
     for library in ("starlette", "uvicorn", "prometheus_client", "jinja2", "tokenizers"):
         if importlib.util.find_spec(library) is None:
             raise MissingDependencyError(f"serve needs the library {library}: pip install 'meshwise[serve]'")
+    request.check_processes()
     asked = _asked(request, screen.say)
+    check_one_engine(request.processes, _engines(request, asked))
     load_jax()
-    result = _served(request, asked, screen.progress, screen.say)
-    screen.show(serve_report(result, request.echo()))
+    with together(request.processes, screen.say):
+        if request.processes is None or position()[0] == 0:
+            with stdout_for_the_answer(noisy=request.processes is not None):  # gloo tells whom it is connected to
+                result = _served(request, asked, screen.progress, screen.say)
+            screen.show(serve_report(result, request.echo()))
+            return
+        vocabulary = _vocabulary(request, asked.model)
+        made = _launched(request, asked, progress=screen.progress, say=screen.say)
+        follow(made, vocabulary, asked.model.vocab_size, own_log(request.log, request.processes), screen.say)
+
+
+def _engines(request: ServeRequest, asked: _Asked) -> int:
+    return (request.replicas or asked.replicas) + (asked.prefill.replicas if asked.prefill else 0)
 
 
 def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> ServeResult:
@@ -265,21 +308,22 @@ def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> 
     from meshwise.engine.http.metrics import Metrics  # noqa: PLC0415 -- as all below, an optional extra
     from meshwise.engine.http.server import LOOPBACK, bind, make_server, serve  # noqa: PLC0415
     from meshwise.engine.http.service import Service, Settings  # noqa: PLC0415
+    from meshwise.engine.replay import open_logs  # noqa: PLC0415
 
     model = asked.model
     vocabulary = _vocabulary(request, model)
     with ExitStack() as stack:
         taken = stack.enter_context(bind(request.host, request.port))
-        several = (request.replicas or asked.replicas) + (asked.prefill.replicas if asked.prefill else 0)
-        logs = _open_logs(stack, request.log, several)
+        logs = open_logs(stack, own_log(request.log, request.processes), _engines(request, asked))
         made = _launched(request, asked, progress=progress, say=say)
         costs = asked.predicted(made)
         if costs is None and asked.cluster is not None:
             say("nothing predicts the steps: 'bench machine' measures products of wide weights alone")
         first = asked.predicted(made, prefill=True)
-        predict = None if costs is None or first is None else partial(_predicted_seconds, costs, first, made)
+        predict = None if costs is None or first is None else partial(_predicted_seconds, costs, first)
         metrics = Metrics(predict)
-        engines, kept = _replicas(request, made, metrics, logs)
+        hosts = None if request.processes is None else lead(say, lambda: None if service.draining else _end())
+        engines, kept = _replicas(request, made, metrics, logs, hosts)
         name = request.name or model.name
         bounds = (made.longest, request.max_queue, int(request.max_body), request.timeout)
         settings = Settings(name, *bounds, request.key(), model.vocab_size)
@@ -300,15 +344,14 @@ def _served(request: ServeRequest, asked: _Asked, progress: Tell, say: Tell) -> 
         seconds = time.monotonic() - begun
         if timer is not None:
             timer.cancel()
-    return _summed_up(model, made, engines, kept, costs, predict, seconds)
+    return summed_up(model, made, engines, kept, costs, predict, seconds)
 
 
 def _replicas(
-    request: ServeRequest, made: Launched, metrics: Metrics, logs: Sequence[Any]
+    request: ServeRequest, made: Launched, metrics: Metrics, logs: Sequence[Any], hosts: Leading | None
 ) -> tuple[Replicas, list[Measurements]]:
     """The engines, and what each is measured to do."""
     from meshwise.engine.engine import Engine  # noqa: PLC0415 -- as all below, an optional extra
-    from meshwise.engine.launch import BLOCK_TOKENS  # noqa: PLC0415
     from meshwise.engine.measured import Measurements  # noqa: PLC0415
     from meshwise.engine.replicas import Replicas  # noqa: PLC0415
 
@@ -316,7 +359,7 @@ def _replicas(
     own = iter(zip(logs, kept, strict=True))
 
     def engines(pool: Launched | Pool, hand_over: Any = None) -> list[Engine]:
-        form = partial(Engine, pool.scheduling, pool.blocks, block_tokens=BLOCK_TOKENS, hand_over=hand_over)
+        form = partial(Engine, pool.scheduling, pool.blocks, block_tokens=PAGE_TOKENS, hand_over=hand_over, hosts=hosts)
         made = zip(pool.executors, own, strict=False)
         return [form(e, log=log, watcher=watcher, ahead=e.ahead) for e, (log, watcher) in made]
 
@@ -326,12 +369,10 @@ def _replicas(
     return serving, kept
 
 
-def _predicted_seconds(costs: EngineCosts, prefill: EngineCosts, made: Launched, step: StepRecord) -> float:
+def _predicted_seconds(costs: EngineCosts, prefill: EngineCosts, step: StepRecord) -> float:
     """Of a step, whose prompts are filled up to whole rows of queries."""
     costs = prefill if step.kind == "prefill" else costs
-    given = len(step.contexts) + sum(new for _, new in step.chunks)
-    filled = len(step.contexts) + sum(made.executor.filled(new) for _, new in step.chunks)
-    return costs.step_seconds(step.contexts, step.chunks) + costs.tokens_seconds(filled) - costs.tokens_seconds(given)
+    return costs.step_seconds(step.contexts, step.chunks, step.filled)
 
 
 def _vocabulary(request: ServeRequest, model: Model) -> Vocabulary:
@@ -362,7 +403,7 @@ def _launched(request: ServeRequest, asked: _Asked, *, progress: Tell, say: Tell
         progress=progress,
         say=say,
         prefill=None if first is None else Asked(first.layout, first.replicas, _limits(request, first.planned)),
-        ahead=bool(request.lookahead),
+        ahead=None if request.lookahead is None else bool(request.lookahead),
         narrow=asked.narrow if request.quantization is None else DType(request.quantization),
     )
 
@@ -387,60 +428,4 @@ def _limits(request: ServeRequest, planned: Mapping[str, Any]) -> Limits:
         max_step_tokens=own("max_step_tokens"),
         max_len=request.max_len,
         cache_bytes=request.cache_memory,
-    )
-
-
-def _open_logs(stack: ExitStack, file: Path | None, replicas: int) -> list[Any]:
-    """A log of each replica in a new file; None for each where none is asked for.
-
-    Raises:
-        MeshwiseError: it cannot be written.
-    """
-    if file is None:
-        return [None] * replicas
-    from meshwise.engine.replay import write_log  # noqa: PLC0415 -- an optional extra
-
-    files = [file] if replicas == 1 else [file.with_name(f"{file.name}.{number}") for number in range(replicas)]
-    return [write_log(stack, own) for own in files]
-
-
-def _summed_up(  # noqa: PLR0917 -- what was launched, and what it did
-    model: Model,
-    made: Launched,
-    engines: Replicas,
-    kept: Sequence[Measurements],
-    costs: EngineCosts | None,
-    predict: Any,
-    seconds: float,
-) -> ServeResult:
-    from meshwise.engine.measured import simulate_same, step_rows  # noqa: PLC0415 -- an optional extra
-
-    requests = [request for own in kept for request in own.requests]
-    steps = [step for own in kept for step in own.steps]
-    done = [r for r in requests if r.reason in ("stop", "length")]
-    simulated: tuple[list[float], list[float]] | None = None
-    if costs is not None and done and made.prefill is None:
-        own = costs.replace(kv_blocks=made.blocks)
-        each = [simulate_same(own, made.scheduling, of_one.requests) for of_one in kept]
-        simulated = [t for ttft, _ in each for t in ttft], [t for _, tpot in each for t in tpot]
-    return ServeResult(
-        model=model.name,
-        hardware=made.hardware,
-        software=made.software,
-        replicas=len(kept),
-        prefill=0 if made.prefill is None else len(made.prefill.executors),
-        seconds=seconds,
-        busy=sum(step.seconds for step in steps),
-        requests=len(requests),
-        finished=len(done),
-        prompt_tokens=sum(r.prompt for r in done),
-        output_tokens=sum(r.output for r in done),
-        hit_tokens=engines.hit_tokens,
-        preemptions=engines.preemptions,
-        steps=tuple(step_rows(steps, predict)),
-        ttft=tuple(r.ttft for r in done if r.ttft is not None),
-        tpot=tuple(r.tpot for r in done if r.tpot is not None),
-        simulated_ttft=None if simulated is None else tuple(simulated[0]),
-        simulated_tpot=None if simulated is None else tuple(simulated[1]),
-        costs_source=None if costs is None else costs.source,
     )

@@ -192,6 +192,8 @@ class RayCluster:
             MissingDependencyError: Ray is not installed.
             MeshwiseError: nothing answers there.
         """
+        # Ray reads this when it is imported; by default it tries twenty times for 40 s to reach what is gone.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
         try:
             import ray  # noqa: PLC0415  (an optional extra)
         except ImportError:

@@ -212,6 +212,10 @@ def compile_ahead(
     return compiled
 
 
+#: A kernel needs more of a GPU's on-chip memory than there is: no other layout or batch would fit.
+_ON_CHIP = "shared memory"
+
+
 def _compile(lowered: Lowered, target: Target, versions: Mapping[str, str]) -> Compiled:
     begun = time.monotonic()
     hlo, memory, message = "", None, None
@@ -220,7 +224,7 @@ def _compile(lowered: Lowered, target: Target, versions: Mapping[str, str]) -> C
             result = lowered.compile(compiler_options=dict(target.compiler_options) or None)
         hlo, memory = result.as_text(), CompiledMemory.of(result.memory_analysis())
     except RuntimeError as error:  # JaxRuntimeError is one
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error) or _ON_CHIP in str(error).lower():
             raise CompilerError(f"{target.name}: the program does not compile: {_first_line(error)}") from error
         message = OutOfMemory(str(error))
     return Compiled(target.name, hlo, memory, message, versions, time.monotonic() - begun, cached=False)

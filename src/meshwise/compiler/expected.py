@@ -14,7 +14,8 @@ from functools import partial
 
 from meshwise.core.tensors import Attention
 from meshwise.costs.breakdown import Breakdown
-from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.ends import own_positions
+from meshwise.costs.estimate import evaluate_layout, layout_candidate
 from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import Holding
@@ -22,15 +23,16 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import Rounds
 from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Pass, Sent
+from meshwise.costs.weight_traffic import evaluate_states
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose
 
-#: Classes of memory that are passed to the step.
-_STATE = ("parameters", "master_copies", "optimizer")
+#: Classes of memory that are passed to the step besides parameters: of embedding and head, stages share them.
+_UPDATED = ("master_copies", "optimizer")
 
 
-def runs_beyond(rounds: Rounds, role: str, when: str, planned: float) -> dict[str, float]:
+def runs_beyond(rounds: Rounds, role: str, when: str, planned: float, *, dealt: float = 0.0) -> dict[str, float]:
     """Runs of a block that a pipelined program has and the plan does not, by reason.
 
     Args:
@@ -38,21 +40,24 @@ def runs_beyond(rounds: Rounds, role: str, when: str, planned: float) -> dict[st
         role: of the block: "embed", "layer" or "head".
         when: "forward", "recompute" or "backward".
         planned: copies of the block on the stage that the plan counts.
+        dealt: stages over which work on the positions of embedding and head is dealt; 0 for what has no positions:
+            their weights.
 
     Returns: reason -> copies times runs in a step.
 
     >>> runs_beyond(Rounds("1f1b", stages=4, pieces=1, num_microbatches=8), "layer", "recompute", 6.0)
     {'idle rounds': 18.0}
     """
-    count, twice = rounds.num_microbatches, rounds.schedule != "gpipe"
+    count = rounds.num_microbatches
     if role == "layer":
         runs = (rounds.forward if when == "forward" else rounds.backward) / rounds.pieces
         more = {"idle rounds": planned * (runs - count)}
-        if when == "forward" and twice:
-            more["forward again"] = planned * rounds.backward / rounds.pieces
-    else:  # the head runs once a microbatch; the last stage embeds one more for each that fills the stages
-        idle = 0 if role == "head" else rounds.stages - (not twice)
-        more = {"every stage": (1 - planned) * count, "idle rounds": float(idle)}
+    else:
+        more = {"every stage": (1 - planned) * count}
+        if dealt:
+            more["dealt"] = (1 / dealt - 1) * count
+        elif role == "embed":
+            more["once a step"] = 1.0 - count
     return {reason: runs for reason, runs in more.items() if runs}
 
 
@@ -61,31 +66,49 @@ def _stored_beyond(role: str, planned: float) -> dict[str, float]:
     return {} if role == "layer" or planned == 1 else {"every stage": 1 - planned}
 
 
+def _dealt(problem: TrainingProblem, layout: Layout) -> int:
+    """Stages over which the positions of a microbatch are dealt for embedding and head."""
+    positions = own_positions(problem.job.seq_len, layout.sizes, sequence_parallel=layout.sequence_parallel)
+    return layout.stage if positions % layout.stage == 0 else 1
+
+
+def _updated_shares(problem: TrainingProblem, layout: Layout) -> dict[str, float]:
+    """Share of each block's optimizer state that a stage holds of what all have: of what divides over them its part."""
+    choices, sizes = layout_candidate(problem.model, layout)
+    states = evaluate_states(problem, choices, sizes.mesh, shared=True)
+    blocks = problem.lowered.training(choices)
+    return {
+        b.placed.block.name: 1 - float(state["divides"]) * (1 - 1 / layout.stage)
+        for b, state in zip(blocks, states, strict=True)
+    }
+
+
 def _planned_sends(rounds: Rounds) -> int:
     """Streams that the busiest stage receives from its neighbours in a step, both directions, by the plan."""
     ends = 1 if rounds.stages == 2 else 0  # no stage stands between the ends: each has one neighbour's less
     return (2 * rounds.pieces - ends) * rounds.num_microbatches
 
 
-def _held_beyond(rounds: Rounds, holdings: Iterable[Holding], stream: float) -> dict[str, float]:
+def _held_beyond(rounds: Rounds, holdings: Iterable[Holding], stream: float, dealt: int) -> dict[str, float]:
     """Bytes within the step that the program holds and the plan does not, by reason.
 
     Args:
         rounds: of the program.
         holdings: of the plan's fullest stage, those of blocks that it lacks among them.
         stream: bytes of one microbatch's stream between stages on one device.
+        dealt: as of `runs_beyond`.
     """
     own = list(holdings)
     planned = sum(float(h.copies * h.num_bytes) for h in own if h.name == "activations" and h.block.role == "layer")
     one = planned / _in_flight(own)
     more: dict[str, float] = {
         "every stage": _ends(own, ("gradients",)),
-        "one head": _at_work(own),
+        "dealt": rounds.num_microbatches * stream / dealt,
+        "one head": _at_work(own, dealt),
+        "in flight": one * sum(rounds.kept) / rounds.pieces - planned,
     }
-    if rounds.schedule == "gpipe":  # every round's, and what the last stage made, until the head has read it
-        more["rounds held"] = one * rounds.forward - planned + rounds.forward * stream
-    else:  # inputs of the microbatches in flight, and all of the piece at work
-        more["inputs held"] = one / rounds.pieces - planned + sum(rounds.kept) * stream
+    if rounds.schedule == "gpipe":  # what the last stage made, until the head has read it
+        more["in flight"] += rounds.forward * stream
     return {reason: float(amount) for reason, amount in more.items() if amount}
 
 
@@ -101,24 +124,27 @@ def _in_flight(holdings: Iterable[Holding]) -> float:
 _MOMENT = ("logits_and_loss", "workspace", "gathered_weights", "communication_buffers")
 
 
-def _at_work(holdings: Iterable[Holding]) -> float:
+def _at_work(holdings: Iterable[Holding], dealt: int) -> float:
     """What the block holds at work that needs most where all blocks are, less what is planned, waiting logits too."""
     blocks: dict[str, dict[str, float]] = {}
     planned = 0.0
     for h in holdings:
         if h.name in _MOMENT:
-            blocks.setdefault(h.block.name, {})[h.name] = float(h.num_bytes)
+            blocks.setdefault(h.block.name, {})[h.name] = float(h.num_bytes) / (
+                dealt if h.name == "logits_and_loss" else 1
+            )
             planned += float(h.copies * h.num_bytes)
     return max((sum(one.values()) for one in blocks.values()), default=0.0) - planned
 
 
-def _ends(holdings: Iterable[Holding], names: tuple[str, ...]) -> float:
-    """What embedding and head hold where both are, less what is planned; a tied table counts once."""
+def _ends(holdings: Iterable[Holding], names: tuple[str, ...], shares: Mapping[str, float] | None = None) -> float:
+    """What embedding and head hold where these shares of each are, less what is planned; a tied table counts once."""
     ends = [h for h in holdings if h.name in names and h.block.role != "layer"]
     whole: dict[tuple[str, str], float] = {}
     for h in ends:  # the first is the block's own, another is of what it shares
         whole.setdefault((h.name, h.block.name), float(h.num_bytes))
-    return sum(whole.values()) - sum(float(h.copies * h.num_bytes) for h in ends)
+    stored = sum((shares or {}).get(block, 1.0) * num_bytes for (_, block), num_bytes in whole.items())
+    return stored - sum(float(h.copies * h.num_bytes) for h in ends)
 
 
 #: Axis of the slots of an expert.
@@ -210,21 +236,25 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
     workings, ledger = work_out(problem, fabric, layout), Ledger()
     evaluate_layout(problem, fabric, layout, ledger)
     rounds = Rounds.of(layout)
-    flops = _flops(workings, rounds)
+    dealt = _dealt(problem, layout)
+    flops = _flops(workings, rounds, dealt)
     attentions = frozenset(
         (block.name, op.name) for block in problem.train_program() for op in block.ops if isinstance(op, Attention)
     )
     positions = layout.micro_batch * layout.num_microbatches * problem.job.seq_len / (layout.context * layout.ulysses)
     slots = slots_over_routed(problem, layout)
     routed = ((b.name, op.name) for b in problem.train_program() for op in b.ops if _SLOTS in op.axes)
-    collectives = _collectives(ledger, layout, rounds, slots)
+    collectives = _collectives(ledger, layout, rounds, slots, dealt)
     more_memory: dict[str, Mapping[str, float]] = {}
     if rounds is not None:
         stream = float(ledger.boundary_bytes)
-        collectives += _between_stages(rounds, stream)
+        collectives += _between_stages(rounds, stream, dealt)
         collectives += _of_shared_weights(rounds, ledger.holdings)
-        more_memory["arguments"] = {"every stage": _ends(ledger.holdings, _STATE)}
-        more_memory["temporaries"] = _held_beyond(rounds, ledger.holdings, stream)
+        stored = _ends(ledger.holdings, ("parameters",)) + _ends(
+            ledger.holdings, _UPDATED, _updated_shares(problem, layout)
+        )
+        more_memory["arguments"] = {"every stage": stored}
+        more_memory["temporaries"] = _held_beyond(rounds, ledger.holdings, stream, dealt)
     return Expected(
         collectives=tuple(collectives),
         flops=flops.planned,
@@ -245,7 +275,9 @@ def _moved(workings: Breakdown) -> dict[str, float]:
     return {**found, "": workings.optimizer_bytes}
 
 
-def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None, slots: float) -> list[ExpectedCollective]:
+def _collectives(
+    ledger: Ledger, layout: Layout, rounds: Rounds | None, slots: float, dealt: int
+) -> list[ExpectedCollective]:
     """Those of the plan, and those that a pipelined program has beyond it."""
     found: list[ExpectedCollective] = []
     for runs_of in ledger.blocks:
@@ -257,7 +289,8 @@ def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None, slots: f
             once = sent.collective.when is Pass.STEP
             runs = {"": float(copies) * (1 if once else layout.num_microbatches)}
             if rounds is not None:
-                beyond = partial(runs_beyond, rounds, when=sent.collective.when.value)
+                of_weights = sent.collective.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS)
+                beyond = partial(runs_beyond, rounds, when=sent.collective.when.value, dealt=0 if of_weights else dealt)
                 runs |= (_stored_beyond if once else beyond)(block.role, planned=float(copies))
             found += [
                 replace(one, count=one.count * n, received=one.received * n, reason=reason)
@@ -286,39 +319,45 @@ def _collective(block: str, sent: Sent, layout: Layout, slots: float) -> Expecte
     )
 
 
-def _between_stages(rounds: Rounds, stream: float) -> list[ExpectedCollective]:
-    """Streams that go from stage to stage."""
-    each = partial(
-        ExpectedCollective, "layer", "step", Purpose.ACTIVATIONS.value, "permute", axes=("stage",), tensors=("x",)
-    )
+def _between_stages(rounds: Rounds, stream: float, dealt: int) -> list[ExpectedCollective]:
+    """Streams that go from stage to stage, and those that are dealt to all, for embedding and head, and come back."""
+    each = partial(ExpectedCollective, "layer", "step", Purpose.ACTIVATIONS.value, axes=("stage",), tensors=("x",))
     planned = _planned_sends(rounds)
     idle = rounds.forward + rounds.backward - planned
+    times = 2 * rounds.num_microbatches + rounds.stages if dealt > 1 else 0
     return [
-        each(count=planned, received=planned * stream),
-        each(count=idle, received=idle * stream, reason="idle rounds"),
+        each("permute", count=planned, received=planned * stream),
+        each("permute", count=idle, received=idle * stream, reason="idle rounds"),
+        *(
+            each(kind.value, count=times, received=times * _received(kind, stream, rounds.stages), reason="dealt")
+            for kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER)
+        ),
     ]
 
 
 def _of_shared_weights(rounds: Rounds, holdings: Iterable[Holding]) -> list[ExpectedCollective]:
-    """Gradients of embedding and head, which every stage holds, added up over stages once a step."""
-    own: dict[str, float] = {}
+    """Embedding and head, which every stage holds: gradients added up over stages once a step, weights gathered."""
+    own: dict[tuple[str, str], float] = {}
     for h in holdings:
-        if h.name == "gradients" and h.block.role != "layer":
-            own.setdefault(h.block.name, float(h.num_bytes))
-    return [
-        ExpectedCollective(
+        if h.name in ("gradients", "parameters") and h.block.role != "layer":
+            own.setdefault((h.block.name, h.name), float(h.num_bytes))
+
+    def one(block: str, name: str, num_bytes: float) -> ExpectedCollective:
+        gradients = name == "gradients"
+        kind = CollectiveKind.REDUCE_SCATTER if gradients else CollectiveKind.ALL_GATHER
+        return ExpectedCollective(
             block=block,
             when="step",
-            purpose=Purpose.GRADIENTS.value,
-            kind="all-reduce",
+            purpose=(Purpose.GRADIENTS if gradients else Purpose.WEIGHTS).value,
+            kind=kind.value,
             axes=("stage",),
-            tensors=("gradients",),
+            tensors=(name,),
             count=1.0,
-            received=_received(CollectiveKind.ALL_REDUCE, num_bytes, rounds.stages),
+            received=_received(kind, num_bytes, rounds.stages),
             reason="every stage",
         )
-        for block, num_bytes in own.items()
-    ]
+
+    return [one(*key, num_bytes) for key, num_bytes in own.items()]
 
 
 def _received(kind: CollectiveKind, num_bytes: float, size: int) -> float:
@@ -344,7 +383,7 @@ class _Flops:
     more: Mapping[Operation, Mapping[str, float]]
 
 
-def _flops(workings: Breakdown, rounds: Rounds | None) -> _Flops:
+def _flops(workings: Breakdown, rounds: Rounds | None, dealt: int) -> _Flops:
     """Add up by the operation of the forward pass that they belong to: its backward halves are named after it."""
     planned: dict[Operation, float] = defaultdict(float)
     forward: dict[Operation, float] = defaultdict(float)
@@ -355,10 +394,12 @@ def _flops(workings: Breakdown, rounds: Rounds | None) -> _Flops:
         for o in block.operations:
             key = (block.name, home_of(o.name, names))
             runs = block.copies * block.num_microbatches
-            beyond = {} if rounds is None else runs_beyond(rounds, roles[block.name], o.when, planned=block.copies)
+            beyond = {}
+            if rounds is not None:
+                beyond = runs_beyond(rounds, roles[block.name], o.when, planned=block.copies, dealt=dealt)
             planned[key] += o.flops * runs
             if o.when == "forward":
-                forward[key] += o.flops * (runs + beyond.get("every stage", 0.0) + beyond.get("idle rounds", 0.0))
+                forward[key] += o.flops * (runs + sum(beyond.values()))
             for reason, n in beyond.items():
                 more[key][reason] += o.flops * n
     return _Flops({k: v for k, v in planned.items() if v}, forward, more)

@@ -66,10 +66,10 @@ def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, 
     _ring(ledger, expected)
     _gathered_once(ledger, expected)
     _lookups(ledger, expected, compiled)
-    _not_again(ledger, expected)
     _axis_by_axis(ledger, compiled)
     _joined(ledger)
     _reduced_whole(ledger)
+    _scattered_at_once(ledger)
     _at_once(ledger, expected, compiled)
     _as_exchange(ledger, compiled)
     _apart(ledger, compiled)
@@ -181,14 +181,6 @@ def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
             ledger.explain(key, "gathered once", max(-e.received, ledger.left[key]))
 
 
-def _not_again(ledger: _Ledger, expected: Expected) -> None:
-    """Of a forward pass that is run once more, what nothing reads: a stage's own output, where it is no loop's."""
-    for e in expected.collectives:
-        key, each = (e.kind, e.axes), e.received / max(len(e.tensors), 1)
-        if e.reason == "forward again" and each and ledger.left[key] <= -0.99 * each:
-            ledger.explain(key, "not again", max(-each, ledger.left[key]))
-
-
 def _axis_by_axis(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
     """One over several axes, done over one after the other: the same bytes, each next step on a smaller part.
 
@@ -250,6 +242,20 @@ def _reduced_whole(ledger: _Ledger) -> None:
         if each > 0:
             ledger.explain((kind, axes), "reduced whole", 2 * each)
             ledger.explain(other, "reduced whole", -each)
+
+
+def _scattered_at_once(ledger: _Ledger) -> None:
+    """A ReduceScatter over several axes at once, where those over each were expected one after the other."""
+    for kind, axes in list(ledger.left):
+        whole = ledger.left[kind, axes]
+        if kind != "reduce-scatter" or len(axes) < 2 or whole <= 0:
+            continue
+        parts = {key: n for key, n in ledger.left.items() if key[0] == kind and set(key[1]) < set(axes) and n < 0}
+        missing = -sum(parts.values())
+        if _KNOWN * whole <= missing <= whole / _KNOWN:
+            ledger.explain((kind, axes), "reduced at once", min(whole, missing))
+            for key, amount in parts.items():
+                ledger.explain(key, "reduced at once", amount)
 
 
 def _at_once(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant]) -> None:

@@ -150,6 +150,9 @@ def _(op: Lookup, grad: Tensor, contribute: Contribute) -> list[Op]:
 @_backward_of.register
 def _(op: Elementwise, grad: Tensor, contribute: Contribute) -> list[Op]:
     read = () if op.linear else (op.output,) if op.by_output else op.inputs
+    adds = op.linear and len(op.inputs) > 1
+    trained = _trained(op)
+    first = {t.kind: t for t in reversed(trained)}  # gradients of weights may be made later than those of activations
     return [
         Elementwise(
             name=f"d{op.name}.{t.name}",
@@ -158,8 +161,10 @@ def _(op: Elementwise, grad: Tensor, contribute: Contribute) -> list[Op]:
             flops_per_element=op.flops_per_element,
             reduced=op.reduced,
             counted=op.counted,
+            free=adds and t.axes == op.output.axes,
+            beside=t is not first[t.kind],
         )
-        for t in _trained(op)
+        for t in trained
     ]
 
 

@@ -298,6 +298,8 @@ class Elementwise(Op):
         counted: the index space, where it is not the product of every axis (parts of a concatenation, a choice of E).
         joins: whether it adds up parts of one matmul (a frozen weight's and its adapter's), whose output it makes.
         by_output: whether its gradient follows from what it made (a tanh), so that its input need not be kept.
+        free: whether training has no kernel for it: a bias, which a neighbour adds; what a sum passes to its addends.
+        beside: whether the operation before it, which reads the same, writes this as well.
     """
 
     flops_per_element: float = 1.0
@@ -306,6 +308,8 @@ class Elementwise(Op):
     counted: tuple[str, ...] | None = None
     joins: bool = False
     by_output: bool = False
+    free: bool = False
+    beside: bool = False
 
     def flops(self, sizes: Sizes) -> Any:
         """Vector operations."""

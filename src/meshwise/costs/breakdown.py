@@ -95,6 +95,7 @@ class CollectiveBreakdown:
         waited_for: runs on other stages that the slowest one waits for while the pipeline fills and drains.
         seconds: of one collective.
         latency: seconds that one takes however few its bytes: start-up and hops.
+        fill: seconds that the protocol for large messages takes besides over these links.
         latency_binds: whether it is what `seconds` are, or more than half of them where bytes come on top.
         path: how the bytes go.
         bound: seconds of one by data-sheet bandwidth alone, by the fastest schedule there is.
@@ -120,6 +121,7 @@ class CollectiveBreakdown:
     waited_for: float
     seconds: float
     latency: float
+    fill: float
     latency_binds: bool
     path: Path
     bound: float
@@ -131,9 +133,21 @@ class CollectiveBreakdown:
     @property
     def moves(self) -> tuple[str, ...]:
         """How each tensor is sharded before and after, in the notation, each once."""
-        ends = ((t.tensor, t.collective.before, t.collective.after) for t in self.transfers)
+        ends = ((t.tensor, t.collective.before, self._after(t)) for t in self.transfers)
         moves = (f"{notation(t, a, self.used)} -> {notation(t, b, self.used)}" for t, a, b in ends)
         return tuple(dict.fromkeys(moves))
+
+    @property
+    def sums_whole(self) -> bool:
+        """Whether all replicas get the whole sum, of which each needs a part alone (`Calibration.whole_sums`)."""
+        scatters = any(t.collective.kind is CollectiveKind.REDUCE_SCATTER for t in self.transfers)
+        return scatters and self.kind is CollectiveKind.ALL_REDUCE
+
+    def _after(self, transfer: Transfer) -> Sharding:
+        """What the collective leaves of one tensor."""
+        step = transfer.collective
+        left = step.before.unreduced.difference(step.mesh_axes)
+        return step.before.replace(unreduced=left) if self.sums_whole else step.after
 
     @property
     def count_per_step(self) -> float:

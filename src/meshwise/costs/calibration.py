@@ -41,27 +41,28 @@ class Links:
             assert 0 < share <= 1, f"{share} is no share of a bandwidth"
         assert not (self.overlapped and (self.startup or self.bulk_startup or self.small_efficiency))
 
-    def seconds(self, hops: Num, transfer: Num, busy: Num | Condition) -> Num:
+    def seconds(self, hops: Num, transfer: Num, busy: Num | Condition, fill: Num = 0.0) -> Num:
         """Time of one collective.
 
         Args:
             hops: seconds of hops.
             transfer: seconds of the bytes at full bandwidth.
             busy: whether anything moves.
+            fill: seconds that the protocol for large messages takes besides over these links.
         """
-        return self.seconds_after(self.start(hops, busy), transfer)
+        return self.seconds_after(self.start(hops, busy), transfer, fill)
 
     def start(self, hops: Num, busy: Num | Condition) -> Num:
         """Seconds that a collective takes however small; arguments as in `seconds`."""
         return hops if self.overlapped else hops + self.startup * busy
 
-    def seconds_after(self, start: Num, transfer: Num) -> Num:
+    def seconds_after(self, start: Num, transfer: Num, fill: Num = 0.0) -> Num:
         """The same as `seconds`, once `start` is known."""
         moving = transfer / self.efficiency
         if self.overlapped:
             return maximum(start, moving)
         if self.small_efficiency is not None:
-            moving = minimum(transfer / self.small_efficiency, self.bulk_startup + moving)
+            moving = minimum(transfer / self.small_efficiency, self.bulk_startup + fill + moving)
         return start + moving
 
     def half_size(self, bandwidth: float) -> float:
@@ -85,6 +86,9 @@ IDEAL_LINKS = Links(1.0, overlapped=True)
 #: What may wait for all compute of a step: gathers of new "weights", sums of "gradients", of weights that every replica
 #: holds "whole" alone, in "pipelines" alone, of those "accumulated" over microbatches alone.
 LATE_ONCE = ("weights", "gradients", "whole", "pipelines", "accumulated")
+
+#: Sides of the few weights and the many of `Calibration.few_rows`, as `bench machine` measures them.
+FEW_ROWS_SIDES = (512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,8 @@ class Calibration:
             weights (`--no-async-tensor-model-parallel-allreduce` of Megatron-LM turns it off).
         repeats_whole: whether full recomputation repeats all of a layer's forward pass, as checkpoints of PyTorch do,
             and not only what gradients read.
-        beside_exchanges: whether an interleaved pipeline exchanges the tokens of one microbatch's pass while another's
-            computes, so that exchanges cost what compute loses by them (`interference`).
+        beside_exchanges: whether an interleaved pipeline, or one stage, exchanges tokens of a microbatch while those of
+            another are computed with, so that exchanges cost what compute loses by them (`interference`).
         late_sends: how many sends between stages a device waits for at each of its passes: none where they run beside
             compute, one where both directions go at once, two where one follows the other.
         late_schedules: schedules in which they are waited for; () for all.
@@ -145,6 +149,8 @@ class Calibration:
             neighbours (Narayanan et al. 2021, section 4.1).
         adds_gradients: whether gradients of weights are added to those of earlier microbatches by an operation of its
             own, and not by the matmul that makes them.
+        whole_sums: highest stage of ZeRO under which gradients are summed on all replicas (AllReduce) that share out a
+            part each: with 1 after the backward pass, with 2 those of ZeRO-2 with every microbatch, too.
         half_output: elements of a product (rows x columns) at which its first and last wave of tiles, whose compute
             units are partly idle, take as long as the product.
         compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
@@ -169,8 +175,15 @@ class Calibration:
         cache_start: seconds that attention over a cache takes besides: its parts are computed apart, then put together.
         host_step, host_request: seconds that the host adds to a step of serving, and to it for each of its requests:
             scheduling, launching, sampling, streaming tokens out.
-        few_rows: format -> (rows, share of its dense FLOP/s) of products of so few rows; between, by the logarithm of
-            rows. Weights that are read by the way are counted in it.
+        few_rows: format -> (rows, share of its dense FLOP/s with the few weights of `FEW_ROWS_SIDES` or less, with the
+            many or more) of products of so few rows; between, by the logarithms of both. Weights that are read by the
+            way are counted in it.
+        launch: seconds of the host to launch an operation with weights or a cache, and what is fused with it, in a step
+            of serving that no graph replays: one that has prompts takes at least as long as its launches.
+        query_bandwidth: bytes/s at which decode steps read keys and values anew for each query head, from the memory on
+            the chip; 0 where their kernels serve all query heads of a group at once, as of `grouped_heads` they do.
+        grouped_heads: query heads of a group, of 128 each, for which such kernels are there.
+        narrow_cache: bandwidth at which attention of serving reads a cache in 8 bits over that of one in 16.
     """
 
     name: str
@@ -208,6 +221,7 @@ class Calibration:
     software: str = ""
     scattered_sends: bool = False
     adds_gradients: bool = False
+    whole_sums: int = 0
     half_output: float = 0.0
     power_ratio: float = 1.0
     score_flops: tuple[float, float] = (0.0, 0.0)
@@ -223,7 +237,11 @@ class Calibration:
     cache_start: float = 0.0
     host_step: float = 0.0
     host_request: float = 0.0
-    few_rows: tuple[tuple[DType, tuple[tuple[int, float], ...]], ...] = ()
+    few_rows: tuple[tuple[DType, tuple[tuple[int, float, float], ...]], ...] = ()
+    launch: float = 0.0
+    narrow_cache: float = 1.0
+    query_bandwidth: float = 0.0
+    grouped_heads: tuple[int, ...] = ()
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.
@@ -260,6 +278,15 @@ class Calibration:
     def sends_waited_for(self, schedule: str) -> int:
         """How many sends a device waits for at each pass under a schedule."""
         return self.late_sends if schedule in (self.late_schedules or (schedule,)) else 0
+
+    def sums_at_end(self, zero: int) -> bool:
+        """Whether gradients under a stage of ZeRO are summed after the backward pass, as without ZeRO ("whole")."""
+        return "whole" in self.late_once and zero <= min(self.whole_sums, 1)
+
+    @property
+    def least_dispatch(self) -> bool:
+        """Whether bounds count a token once at each destination: unless they are of a schedule that sends more."""
+        return self.distinct_dispatch or not self.in_turn
 
     @property
     def in_steps(self) -> Calibration:

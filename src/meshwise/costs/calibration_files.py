@@ -68,8 +68,11 @@ class CalibrationFile:
             base, name=name, narrow=tuple(narrow.items()), links=links, source=source, weight_reads=tuple(reads.items())
         )
         found = replace(found, refined=tuple(self.constants), uncertainty_sources=(), measured_formats=None)
-        if plain.get("attention_efficiency", 0.0) > plain.get("matmul_efficiency", base.matmul_efficiency):
+        matmul = plain.get("matmul_efficiency", base.matmul_efficiency)
+        if plain.get("attention_efficiency", 0.0) > matmul:
             raise MeshwiseError(f"{name}: attention_efficiency is more than matmul_efficiency")
+        if (attention := plain.get("attention_efficiency", base.attention_efficiency)) is not None:
+            plain["attention_efficiency"] = min(attention, matmul)  # the base's may be more than was measured
         return replace(found, **plain)
 
 

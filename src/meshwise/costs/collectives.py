@@ -6,6 +6,8 @@ the software achieves of it. Not here: which collectives a plan needs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from meshwise.costs.arithmetic import Num, floor, maximum, minimum
 from meshwise.costs.calibration import IDEAL_LINKS, Links
 from meshwise.costs.network import GroupLink
@@ -42,36 +44,53 @@ def wire_rate(kind: CollectiveKind, wire: GroupLink) -> Num:
             return 0.0
 
 
-def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[tuple[Num, Num], ...]:
-    """The algorithms that the software offers: (seconds per byte at full bandwidth, seconds of hops) of each.
+#: Seconds of a hop of the first chunk of a large message along NCCL's trees, which hand on chunk after chunk; seconds
+#: that a hop of its rings takes longer for a large message than for a small one. Source: NVIDIA NCCL 2.12 to 2.18,
+#: src/graph/tuning.cc: Tree with the protocol Simple (of a chunk of 256 kB at 12 GB/s; later releases have 14 between
+#: nodes and 4 within, with which sums of 32 MiB over EFA are half of what was measured); Ring, LL128 over LL. Which of
+#: the table's protocols were taken was decided by what AWS and vTrain measured. RCCL is taken to wait alike.
+TREE_HOP, RING_HOP = 28e-6, 1.3e-6
+
+
+class Schedule(NamedTuple):
+    """An algorithm: seconds per byte at full bandwidth, of hops, and of filling its links with a large message."""
+
+    per_byte: Num
+    hops: Num
+    fill: Num = 0.0
+
+
+def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[Schedule, ...]:
+    """The algorithms that the software offers.
 
     One, but for AllReduces: a ring (ReduceScatter and AllGather), or trees and switches that add.
     """
     match kind:
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
-            return ((wire.scheduled, wire.scheduled_latency),)
+            return (Schedule(wire.scheduled, wire.scheduled_latency, wire.ring_hops * RING_HOP),)
         case CollectiveKind.ALL_REDUCE:
-            trees = (wire.tree, wire.tree_latency)
+            trees = Schedule(wire.tree, wire.tree_latency, wire.tree_hops * TREE_HOP)
             if wire.scheduled_latency is wire.gather_latency:  # level by level: a ring of the same cannot be faster
                 return (trees,)
-            return (2 * wire.scheduled, 2 * wire.scheduled_latency), trees
+            fill = 2 * wire.ring_hops * RING_HOP
+            return Schedule(2 * wire.scheduled, 2 * wire.scheduled_latency, fill), trees
         case CollectiveKind.ALL_TO_ALL:
-            return ((wire.exchange, wire.exchange_latency),)
+            return (Schedule(wire.exchange, wire.exchange_latency),)
         case CollectiveKind.PERMUTE:
-            return ((wire.send, wire.send_latency),)
+            return (Schedule(wire.send, wire.send_latency),)
         case CollectiveKind.SLICE:
-            return ((0.0, 0.0),)
+            return (Schedule(0.0, 0.0),)
 
 
 def scheduled_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink) -> Num:
     """Seconds by bandwidth of the schedules that are really run; arguments as in `wire_time`, which none beats."""
-    first, *others = (num_bytes * per_byte for per_byte, _ in schedules(kind, wire))
+    first, *others = (num_bytes * one.per_byte for one in schedules(kind, wire))
     return minimum(first, others[0]) if others else first
 
 
 def latency(kind: CollectiveKind, wire: GroupLink) -> Num:
     """Seconds of hops that the collective takes however few its bytes."""
-    first, *others = (hops for _, hops in schedules(kind, wire))
+    first, *others = (one.hops for one in schedules(kind, wire))
     return minimum(first, others[0]) if others else first
 
 
@@ -84,19 +103,19 @@ def collective_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink, *, li
     return fastest(starts(kind, wire, links), num_bytes, links)
 
 
-def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[tuple[Num, Num], ...]:
-    """The algorithms of `schedules`, each with its seconds per byte and those it takes however few; none of a slice."""
+def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[Schedule, ...]:
+    """The algorithms of `schedules`, each with all seconds that it takes however few its bytes; none of a slice."""
     if kind is CollectiveKind.SLICE:
         return ()
     busy = wire.size > 1
-    return tuple((per_byte, links.start(hops, busy)) for per_byte, hops in schedules(kind, wire))
+    return tuple(Schedule(b, links.start(hops, busy), fill) for b, hops, fill in schedules(kind, wire))
 
 
-def fastest(algorithms: tuple[tuple[Num, Num], ...], num_bytes: Num, links: Links) -> Num:
+def fastest(algorithms: tuple[Schedule, ...], num_bytes: Num, links: Links) -> Num:
     """Expected seconds of `num_bytes` by the fastest of the `algorithms` that `starts` returns."""
     seconds: Num | None = None
-    for per_byte, start in algorithms:
-        own = links.seconds_after(start, num_bytes * per_byte)
+    for per_byte, start, fill in algorithms:
+        own = links.seconds_after(start, num_bytes * per_byte, fill)
         seconds = own if seconds is None else minimum(seconds, own)
     return num_bytes * 0.0 if seconds is None else seconds
 

@@ -14,8 +14,8 @@ from typing import Any
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
-from meshwise.costs.arithmetic import Num, ceil, interpolated, log2, maximum
-from meshwise.costs.calibration import Calibration
+from meshwise.costs.arithmetic import Num, ceil, interpolated, log2, maximum, minimum, where
+from meshwise.costs.calibration import FEW_ROWS_SIDES, Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.hardware import Chip
@@ -45,6 +45,9 @@ class OpCompute:
     seconds: Num
     serial_seconds: Num
 
+
+#: Binary logarithms of the few weights and the many of `Calibration.few_rows`.
+_FEW, _MANY = (2 * math.log2(side) for side in FEW_ROWS_SIDES)
 
 #: FLOPs of what the matrix unit has no part in, and sums of nothing.
 _NONE: Num = 0.0
@@ -90,7 +93,8 @@ class ComputeRates:
         weight_byte: format of weights -> of HBM for matmuls that read them, where it is another.
         expert_byte: of HBM for matmuls of experts, over that of other matmuls.
         cache_byte: of HBM for attention.
-        few_rows, other_few_rows: (rows, share of the rate) of products of few rows in `compute` and `other_compute`.
+        few_rows, other_few_rows: (rows, share of the rate with few weights, with many) of products of few rows in
+            `compute` and `other_compute`.
         attention_backward: of attention's backward pass.
         calibration: what operations wait for besides.
         added: bytes that adding an element of a gradient moves, where that is an operation of its own; else 0.
@@ -110,8 +114,8 @@ class ComputeRates:
     weight_byte: Mapping[DType, float]
     expert_byte: float
     cache_byte: float
-    few_rows: tuple[tuple[int, float], ...] = ()
-    other_few_rows: tuple[tuple[int, float], ...] = ()
+    few_rows: tuple[tuple[int, float, float], ...] = ()
+    other_few_rows: tuple[tuple[int, float, float], ...] = ()
 
     @classmethod
     def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
@@ -295,6 +299,8 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
         compute = extents.weighted(op.vector) * rates.vector
     num_bytes = extents.weighted(op.num_bytes)
     memory = num_bytes * _byte(op, rates)
+    if op.attention is not None and achieved.query_bandwidth:
+        memory = maximum(memory, num_bytes * _reads_anew(op.attention[0], extents, achieved))
     if op.permutes and achieved.permute_passes != 1:
         memory = memory * achieved.permute_passes
     elif op.in_passes and achieved.elementwise_passes != 1:
@@ -304,11 +310,24 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
     if rates.added and op.added is not None:
         adding = extents.volume(op.added) * (rates.added * rates.byte)
         seconds, serial = seconds + adding, serial + adding if bounded else _NONE
-    if started := achieved.gap + (0.0 if op.attention is None else achieved.cache_start):
-        seconds, serial = seconds + started, serial + started
-    if op.routed and achieved.mixture_launch:
-        seconds, serial = maximum(seconds, achieved.mixture_launch), maximum(serial, achieved.mixture_launch)
+    if op.launched:
+        seconds, serial = _launched(op, seconds, achieved), _launched(op, serial, achieved)
     return OpCompute(flops, busy, num_bytes, compute, memory, seconds, serial)
+
+
+def _reads_anew(op: Attention, extents: Extents, achieved: Calibration) -> Num:
+    """Seconds of a cache's byte that each query head of a group reads for itself; none where one kernel is for all."""
+    sizes, queries = extents.sizes, op.inputs[0].axes
+    group = sizes[op.heads_axis] / (sizes[op.kv_heads_axis] if op.kv_heads_axis in op.inputs[1].axes else 1)
+    grouped = group in achieved.grouped_heads and sizes[queries[-1]] == 128 and op.window is None
+    return where((sizes[op.query_axis] > 1) | grouped, 0.0, group / achieved.query_bandwidth)
+
+
+def _launched(op: LoweredOp, seconds: Num, achieved: Calibration) -> Num:
+    """Seconds of a kernel with what it waits for: its launch, and in layers with experts the host at least."""
+    if started := achieved.gap + (0.0 if op.attention is None else achieved.cache_start):
+        seconds = seconds + started
+    return maximum(seconds, achieved.mixture_launch) if op.routed and achieved.mixture_launch else seconds
 
 
 def _byte(op: LoweredOp, rates: ComputeRates) -> float:
@@ -325,7 +344,7 @@ def _matmul_rate(
     """Seconds of a matmul's FLOP: at the rate of large ones, tiles padded, filling and last waves included."""
     seconds = (rates.matmul if op.narrow else rates.other_matmul) * _tile_waste(tiles, extents, rates.tile)
     if curve := rates.few_rows if op.narrow else rates.other_few_rows:
-        seconds = seconds * _few_rows(curve, extents.volume(tiles[0]))
+        seconds = seconds * _few_rows(curve, *(extents.volume(t) for t in tiles))
     if rates.calibration.half_depth or rates.calibration.half_output:
         seconds = seconds * filling(tiles, flops, extents, rates)
     if op.grouped and rates.calibration.grouped_efficiency != 1:
@@ -333,9 +352,14 @@ def _matmul_rate(
     return seconds
 
 
-def _few_rows(curve: tuple[tuple[int, float], ...], rows: Num) -> Num:
-    """How many times as long a FLOP takes in a product of so many rows as in a large one."""
-    return 1 / interpolated(log2(maximum(rows, 1.0)), [(math.log2(n), share) for n, share in curve])
+def _few_rows(curve: tuple[tuple[int, float, float], ...], rows: Num, depth: Num, columns: Num) -> Num:
+    """How many times as long a FLOP takes in a product of so many rows and weights as in a large one."""
+    few, many = (
+        interpolated(log2(maximum(rows, 1.0)), [(math.log2(point[0]), point[size]) for point in curve])
+        for size in (1, 2)
+    )
+    more = maximum(minimum((log2(depth * columns) - _FEW) / (_MANY - _FEW), 1.0), 0.0)
+    return 1 / (few + more * (many - few))
 
 
 def _attention_rate(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents, rates: ComputeRates) -> Num:
@@ -348,8 +372,9 @@ def _attention_rate(op: Attention, splits: tuple[tuple[str, Split], ...], extent
         seconds = seconds * (sum(ceil(w / tile) * tile for w in widths) / sum(widths))
         flops = 2 * sum(widths) * (2.5 if op.gradient else 1)
         seconds = maximum(seconds, operations * rates.vector / flops)
-    if achieved.half_attention:
-        seconds = seconds * (1 + achieved.half_attention / sizes[op.key_axis])
+    if achieved.half_attention:  # one query of a sequence has no diagonal: FlashMLA decodes at 660 TFLOP/s on H800
+        half = where(sizes[op.query_axis] > 1, achieved.half_attention, 0.0)
+        seconds = seconds * (1 + half / sizes[op.key_axis])
     if achieved.uneven_ring and op.causal and op.window is None and op.chunk is None:
         ways = extents.devices(dict(splits).get(op.query_axis, ()))
         seconds = seconds * (2 - 1 / ways)  # of n parts the last sees n - 1/2 of the keys' parts, an even share is n/2
@@ -368,6 +393,9 @@ def filling(tiles: tuple[Volume, Volume, Volume], flops: Num, extents: Extents, 
 #: with v. Backward: the same the other way round, where products read the gradient of the scores twice.
 _SCORE_BYTES, _SCORE_GRADIENT_BYTES = 13.0, 19.0
 
+#: Kernels that do so: two products, softmax and dropout; of each product the gradients of both inputs.
+_KERNELS, _GRADIENT_KERNELS = 4, 6
+
 
 def _unfused(op: LoweredOp, flops: Num, busy: Num, extents: Extents, rates: ComputeRates) -> OpCompute:
     """Price attention as products and a softmax that hand each other the scores of all pairs through memory.
@@ -384,7 +412,8 @@ def _unfused(op: LoweredOp, flops: Num, busy: Num, extents: Extents, rates: Comp
     moved = scores * (_SCORE_GRADIENT_BYTES if attention.gradient else _SCORE_BYTES)
     num_bytes = extents.weighted(op.num_bytes)
     memory = (num_bytes + moved) * rates.byte
-    seconds = products + memory + rates.calibration.gap
+    launched = _GRADIENT_KERNELS if attention.gradient else _KERNELS
+    seconds = products + memory + launched * rates.calibration.gap
     return OpCompute(flops, busy, num_bytes, products, memory, seconds, seconds)
 
 

@@ -134,19 +134,25 @@ class EngineCosts:
         (t0, s0), (t1, s1) = points[k - 1], points[k]
         return s0 + (tokens - t0) * ((s1 - s0) / (t1 - t0))
 
-    def step_seconds(self, contexts: Sequence[int] = (), chunks: Sequence[tuple[int, int]] = ()) -> float:
+    def step_seconds(
+        self,
+        contexts: Sequence[int] = (),
+        chunks: Sequence[tuple[int, int]] = (),
+        filled: tuple[int, int] | None = None,
+    ) -> float:
         """Seconds of one step.
 
         Args:
             contexts: of each decoding request the tokens it attends to, the one it feeds included.
             chunks: of each prompt (tokens cached before, tokens of this chunk).
+            filled: requests that decode and tokens of prompts, to which the step is filled up; None: as there are.
 
         >>> costs = EngineCosts(0.001, ((1, 0.01), (512, 0.02)), 100, (AttentionCosts(1e-6, 1e-9),))
         >>> round(costs.step_seconds([1000, 2000]), 6), round(costs.step_seconds(chunks=[(0, 512)]), 6)
         (0.01402, 0.021131)
         """
-        tokens = len(contexts) + sum(new for _, new in chunks)
-        seconds = self.overhead_s + self.per_request_s * len(contexts) + self.tokens_seconds(tokens)
+        decoding, tokens = filled or (len(contexts), sum(new for _, new in chunks))
+        seconds = self.overhead_s + self.per_request_s * decoding + self.tokens_seconds(decoding + tokens)
         for kind in self.attention:
             limit = math.inf if kind.window is None else kind.window
             seconds += kind.seconds_per_cached_token * sum(min(c, limit) for c in contexts)

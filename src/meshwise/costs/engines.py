@@ -17,11 +17,14 @@ from meshwise.costs.fitted import BEST_MATMULS, check_family, find_calibration
 from meshwise.hardware import Chip
 
 #: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.
-_GRAPH, _LAUNCHED = 2.0e-6, 4.8e-6
+_GRAPH, _LAUNCHED = 2.0e-6, 4.6e-6
+
+#: Seconds of the host to launch an operation of a step that has prompts, of engines that replay graphs for all others.
+_PYTHON = 43e-6
 
 #: Seconds before the first byte of a collective within a step: an engine's own kernels, which write to all peers at
 #: once, and NCCL's.
-_ONE_SHOT, _NCCL = 3.5e-6, 28.5e-6
+_ONE_SHOT, _NCCL = 3.6e-6, 25.9e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,12 @@ class ServingEngine:
 ENGINES = {
     e.name: e
     for e in (
-        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.42e-3, 36e-6, _GRAPH, _ONE_SHOT, 138, 8192),
-        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.27e-3, 16e-6, _GRAPH, _ONE_SHOT, 89, 8192),
-        ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.11e-3, 8.2e-6, _GRAPH, _ONE_SHOT, 256),
-        ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.15e-3, 10.7e-6, _LAUNCHED, _NCCL, 113),
-        ServingEngine("fastertransformer", "FasterTransformer 5", 0.18e-3, 59e-6, _LAUNCHED, _NCCL, 163),
-        ServingEngine("gpt-fast", "PyTorch, compiled as a whole", 0.16e-3, 19e-6, _GRAPH, _ONE_SHOT, 16),
+        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.51e-3, 20e-6, _GRAPH, _ONE_SHOT, 138, 8192),
+        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.38e-3, 21e-6, _GRAPH, _ONE_SHOT, 89, 8192),
+        ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.19e-3, 7.9e-6, _GRAPH, _ONE_SHOT, 256),
+        ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.21e-3, 7.7e-6, _LAUNCHED, _NCCL, 113),
+        ServingEngine("fastertransformer", "FasterTransformer 5", 0.24e-3, 68e-6, _LAUNCHED, _NCCL, 163),
+        ServingEngine("gpt-fast", "PyTorch, compiled as a whole", 0.20e-3, 12.6e-6, _GRAPH, _ONE_SHOT, 16),
         ServingEngine("jax", "JAX: a step is one program of XLA, on TPUs", 0.0, 0.0, 0.0, None, 19),
     )
 }
@@ -88,16 +91,25 @@ class _Chips:
 
 #: By family; a chip of another inherits Ampere's, but for what its own matmuls and HBM were measured to fall short of.
 _CHIPS = {
-    "ampere": _Chips(0.73, (), 0.57, 600.0, 200.0, 0.76, 0.91, 0.81, 0.74),
-    "hopper": _Chips(0.80, ((DType.FP8, 0.72),), 0.52, 1000.0, 200.0, 0.864, 0.95, 0.87, 0.80),
-    "blackwell": _Chips(0.64, ((DType.FP8, 0.58), (DType.FP4, 0.43)), 0.52, 1900.0, 50.0, 0.817, 0.91, 0.91, 0.72),
+    "ampere": _Chips(0.74, (), 0.57, 600.0, 200.0, 0.76, 0.90, 0.81, 0.73),
+    "hopper": _Chips(0.77, ((DType.FP8, 0.75),), 0.52, 1000.0, 200.0, 0.884, 0.95, 0.87, 0.77),
+    "blackwell": _Chips(0.64, ((DType.FP8, 0.55), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, 0.808, 0.89, 0.91, 0.68),
 }
 
 #: Share of the HBM bandwidth at which weights are read that are widened on the way, and those of fp4.
-_NARROW_WEIGHTS = ((DType.INT8, 0.68), (DType.INT4, 0.47), (DType.FP4, 0.73))
+_NARROW_WEIGHTS = ((DType.INT8, 0.68), (DType.INT4, 0.47), (DType.FP4, 0.71))
 
 #: Seconds that attention over a cache takes besides, and bandwidth of experts' weights over that of others.
-_CACHE_START, _EXPERTS = 4.4e-6, 1.0
+_CACHE_START, _EXPERTS = 4.7e-6, 1.0
+
+#: (Engine, family) -> bandwidth of a cache in 8 bits over that of one in 16. FlashAttention 3's kernels for fp8, which
+#: vLLM takes on Hopper, gained nothing over 16 bits below tens of thousands of tokens until the spring of 2026
+#: (vLLM issue 24916; its blog of 22 April 2026).
+_NARROW_CACHES = {("vllm", "hopper"): 0.44}
+
+#: Engine -> bytes/s at which its decode steps read the cache for each query head of a group again, from L2 (H100: 5.5
+#: TB/s, measured by Chips and Cheese), and the groups that one kernel serves: TensorRT-LLM's XQA, for Llama-2-70B.
+_QUERY_READS = {"trtllm-2023": (5.5e12, (8,))}
 
 #: Of a family without rows: share of its HBM's achieved bandwidth at which engines' kernels read weights and caches. In
 #: a trace of SGLang on MI300X (Qwen3-8B, 32 requests of 1,025 tokens; AMD-AGI/TraceLens) 15.1 GB of weights take 5.78
@@ -158,8 +170,12 @@ def as_measured(base: Calibration, chip: Chip) -> Calibration:
     measured = chip.measured
     if measured is None:
         return base
+
+    def share(dtype: DType, rate: float) -> float:
+        return min(rate / chip.flops_per_s[dtype], 1.0)
+
     few_rows = {
-        dtype: tuple((rows, min(rate / chip.flops_per_s[dtype], 1.0)) for rows, rate in points)
+        dtype: tuple((rows, share(dtype, few), share(dtype, many)) for rows, few, many in points)
         for dtype, points in measured.few_rows.items()
         if dtype in chip.flops_per_s
     }
@@ -196,6 +212,10 @@ def _on_gpus(found: Calibration, chip: Chip, family: str, software: ServingEngin
         cache_start=_CACHE_START,
         links=replace(links, efficiency=own.links),
         gap=software.gap,
+        launch=_PYTHON if software.gap == _GRAPH else 0.0,
+        query_bandwidth=_QUERY_READS.get(software.name, (0.0, ()))[0],
+        grouped_heads=_QUERY_READS.get(software.name, (0.0, ()))[1],
+        narrow_cache=_NARROW_CACHES.get((software.name, family), 1.0),
         uncertainty_sources=("engine",) if family in _CHIPS else ("engine", "family"),
         source=f"{found.source}; {_SOURCE}",
     )

@@ -12,6 +12,7 @@ from meshwise.core.tensors import Tensor
 from meshwise.costs.arithmetic import Num, is_one, maximum, minimum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import OperationPrices, PassCompute
+from meshwise.costs.ends import own_positions
 from meshwise.costs.extents import CHUNK_AXIS, Extents, WeightedSum
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
 from meshwise.costs.lower import LoweredTrainingBlock
@@ -98,13 +99,22 @@ def evaluate_local(
 
 
 def evaluate_local_memory(
-    problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices
+    problem: TrainingProblem,
+    structure: LayoutChoices,
+    prices: OperationPrices,
+    role: str = "",
 ) -> tuple[LocalMemory, ...]:
-    """The memory alone of `evaluate_local`; arguments as there."""
-    extents = prices.extents
-    if _CAPACITY in extents.sizes:
-        extents = Extents(extents.symbols, {**extents.sizes, "C": extents.sizes[_CAPACITY]}, extents.mesh)
-    return tuple(_local_memory(problem, b, extents) for b in problem.lowered.training(structure))
+    """The memory alone of `evaluate_local`, arguments as there: of all blocks, or of those of one role."""
+    extents = held_extents(prices.extents)
+    blocks = (b for b in problem.lowered.training(structure) if role in ("", b.role))
+    return tuple(_local_memory(problem, b, extents) for b in blocks)
+
+
+def held_extents(extents: Extents) -> Extents:
+    """The same for what is held: rows of experts have space for all that could come, where programs drop none."""
+    if _CAPACITY not in extents.sizes:
+        return extents
+    return Extents(extents.symbols, {**extents.sizes, "C": extents.sizes[_CAPACITY]}, extents.mesh)
 
 
 def local_prices(
@@ -188,9 +198,8 @@ def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
         if problem.calibration.compiled and problem.cluster.chip.vendor == "nvidia" and not problem.job.capacity_factor:
             bound[_CAPACITY] = bound["C"] * dropless_capacity(experts, chosen, devices)
         bound["C"] = bound["C"] * expert_load(problem.job, tokens * chosen, devices, scatter=scatter)
-    if structure.loss == "chunked":
-        positions = problem.job.seq_len / (sizes.context * sizes.ulysses)
-        bound[CHUNK_AXIS] = minimum(positions, maximum(CHUNK_POSITIONS / sizes.micro_batch, 1.0))
+    positions = problem.job.seq_len / (sizes.context * sizes.ulysses)
+    bound[CHUNK_AXIS] = minimum(positions, maximum(CHUNK_POSITIONS / sizes.micro_batch, 1.0))
     return bound
 
 
@@ -247,6 +256,10 @@ class Evaluated:
             self.extents,
             self.problem.job.formats,
             pipeline,
+            in_step=self.problem.made_in_step,
+            positions=own_positions(
+                self.problem.job.seq_len, self.extents.mesh, sequence_parallel=self.structure.sequence_parallel
+            ),
             noted=self.ledger is not None,
         )
 
@@ -350,7 +363,7 @@ def calibration_of(problem: TrainingProblem, structure: LayoutChoices) -> Calibr
     calibration = problem.calibration
     if calibration.fused_sequences and not structure.sequence_parallel:
         calibration = replace(calibration, collective_matmul=False)
-    if "whole" in calibration.late_once and structure.zero:
+    if "whole" in calibration.late_once and not calibration.sums_at_end(structure.zero):
         calibration = replace(calibration, late_once=tuple(w for w in calibration.late_once if w != "whole"))
     return calibration
 

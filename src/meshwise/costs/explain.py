@@ -25,7 +25,7 @@ from meshwise.costs.breakdown import (
 from meshwise.costs.collectives import schedules, wire_time
 from meshwise.costs.compute import ComputeRates, PassCompute, filling, op_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
-from meshwise.costs.evaluate import local_extents, repeats_whole, whole_extents
+from meshwise.costs.evaluate import held_extents, local_extents, repeats_whole, whole_extents
 from meshwise.costs.extents import NEVER_PADDED, Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import LoweredTrainingBlock
@@ -153,17 +153,18 @@ def _collectives(
     ledger: Ledger, problem: TrainingProblem, fabric: Fabric, layout: Layout
 ) -> Iterator[CollectiveBreakdown]:
     """A row for every collective that takes time, forward first, then backward, then what happens once a step."""
-    wires, links = layout_wires(problem, fabric, layout), problem.calibration.links
+    wires, calibration = layout_wires(problem, fabric, layout), problem.calibration
+    links = calibration.links
     entries = [(h, sent) for h in ledger.hidings if h.count for sent in h.sent if sent.seconds > 0]
     order = list(Pass)
     used = frozenset(layout.used_axes)
     found: dict[tuple[CollectiveKind, tuple[str, ...], int, bool], Path] = {}
     for h, sent in sorted(entries, key=lambda e: order.index(e[0].when)):
         flow, num_bytes, count = sent.collective, sent.num_bytes, sent.number
-        kind, mesh_axes, routed, _ = flow.key
-        once = routed and problem.calibration.distinct_dispatch
+        kind, mesh_axes, routed, _ = flow.run_key(whole_sums=calibration.whole_sums)
+        once, least = routed and calibration.distinct_dispatch, routed and calibration.least_dispatch
         ways = schedules(kind, wires(mesh_axes).carrying(routed=once))
-        times = [float(links.seconds(hops, num_bytes * per_byte, True)) for per_byte, hops in ways]
+        times = [float(links.seconds(hops, num_bytes * per_byte, True, fill)) for per_byte, hops, fill in ways]
         algorithm = times.index(min(times))
         key = (kind, mesh_axes, algorithm, once)
         if key not in found:
@@ -172,7 +173,7 @@ def _collectives(
         term = flow.term
         exchanges = term == "expert" and flow.when is not Pass.STEP
         behind = float(ledger.hidden_by_schedule) if exchanges else 0.0
-        each, latency = float(sent.seconds) / count, links.startup + float(ways[algorithm][1])
+        each, latency = float(sent.seconds) / count, links.startup + float(ways[algorithm].hops)
         yield CollectiveBreakdown(
             block=h.block.name,
             when=flow.when,
@@ -190,9 +191,10 @@ def _collectives(
             waited_for=0.0 if flow.when is Pass.STEP else _waited_for(h.block, ledger),
             seconds=each,
             latency=latency,
+            fill=float(ways[algorithm].fill),
             latency_binds=latency >= (each if links.overlapped else each / 2),
             path=found[key],
-            bound=float(wire_time(kind, num_bytes, wires(mesh_axes).carrying(routed=routed))),
+            bound=float(wire_time(flow.key.kind, num_bytes, wires(mesh_axes).carrying(routed=least))),
             rule=h.rule,
             cover=float(h.cover),
             hidden_by_schedule=behind,
@@ -246,7 +248,7 @@ def _kept(
     planned: LoweredTrainingBlock, problem: TrainingProblem, extents: Extents, used: frozenset[str]
 ) -> tuple[tuple[str, float], ...]:
     """List what one copy keeps for its backward pass, the largest first."""
-    formats = problem.job.formats
+    formats, extents = problem.job.formats, held_extents(extents)
 
     rows = [
         (notation(h.tensor, h.sharding, used), float(extents.weighted(extents.symbols.held_bytes((h,), formats))))

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Kind, Tensor
-from meshwise.costs.arithmetic import Num, ceil, where
+from meshwise.costs.arithmetic import Condition, Num, ceil, maximum, where
 from meshwise.jobs import Precision
 from meshwise.sharding.placed import Held
 
@@ -185,6 +185,18 @@ class Extents:
             assert known is not None, "the empty sum is known"
             self._sums[total] = known
         return known
+
+    def over_stages(self, total: WeightedSum) -> Num:
+        """Share of a sum whose tensors have a dimension that stages can divide: over no other axis than tensor."""
+        whole, shared = self.weighted(total), 0.0 * self.weighted(total)
+        for volume, weight in self.symbols.weights(total).items():
+            pairs = (self.symbols.lengths.values[number] for number in self.symbols.volumes.values[volume])
+            divides: Condition = False
+            for axis, split in pairs:
+                alone = self.devices(tuple(a for a in split if a != "tensor")) == 1
+                divides = divides | (alone & (self.sizes[axis] % (self.devices(split) * self.mesh["stage"]) == 0))
+            shared = shared + divides * self.volume(volume) * weight
+        return shared / maximum(whole, 1.0)
 
 
 def element_bytes(tensor: Tensor, precision: Precision) -> float:

@@ -26,14 +26,14 @@ class Software:
         name: what users type after "fitted+".
         meaning: what it is, for people.
         flash: generation of fused attention, 0 for none, 1 for kernels before 2023-07 (FlashAttention 1, its Triton
-            version), 2 for those since.
+            version), 2 for FlashAttention 2, 3 for what is made for the chip (cuDNN 9, FlashAttention 3).
         elementwise_passes, late_exchange, collective_matmul: as in `Calibration`; None keeps the family's. Inputs that
             are gathered once more come late in all of them.
         graphs: whether layers with experts are launched as graphs, so that the host is never waited for.
         source: where the numbers are from.
         gap: seconds between operations; None for `_GAP`.
         beside_exchanges, late_sends, late_schedules, late_once, fused_sequences: as in `Calibration`.
-        scattered_sends, adds_gradients, beside_sums: likewise.
+        scattered_sends, adds_gradients, whole_sums, beside_sums: likewise.
         uneven_ring: as in `Calibration`.
         measured: whether steps of it, or of what differs in kernels alone, were compared with measured ones.
         rests_on: sources of measured steps by which its numbers, or that it is a software of its own, were decided.
@@ -55,6 +55,7 @@ class Software:
     fused_sequences: bool = False
     scattered_sends: bool = False
     adds_gradients: bool = False
+    whole_sums: int = 0
     beside_sums: bool = False
     uneven_ring: bool = False
     measured: bool = True
@@ -77,80 +78,81 @@ SOFTWARE = {
     for s in (
         Software(
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
-            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=3, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
             late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
             rests_on=("nemo2407", "mbridge"),
         ),
         Software(
-            "megatron-graphs", "the same on Blackwell in NeMo containers from 26.06 on: the host is not waited for",
-            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=True,
-            source=f"{_STEPS} of mixtures, which became a third faster with that release",
-            gap=1.9e-6, beside_exchanges=True,
+            "megatron-graphs", "the same where one CUDA graph is a whole step, so that the host is never waited for",
+            flash=3, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=True,
+            source="`megatron-beside`'s; NVIDIA's MXFP8 recipes of mixtures on GB200, GB300 and B300 from NeMo "
+            "26.06 on (`cuda_graph_impl=full_iteration`, `overlap_moe_expert_parallel_comm`; its `perf_recipes`)",
+            gap=2.0e-6, beside_exchanges=True,
             late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
-            rests_on=("mbridge",),
         ),
         Software(
             "megatron-beside", "`megatron`, where tokens are exchanged beside another microbatch's compute",
-            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
-            source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
+            flash=3, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=False,
+            source="`megatron`'s; as NVIDIA's recipes do where experts of interleaved pipelines are spread over nodes",
             beside_exchanges=True,
             late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
-            rests_on=("mbridge",),
         ),
         Software(
             "megatron-2021", "Megatron-LM before FlashAttention",
-            flash=0, elementwise_passes=1.13, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.17, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
             late_sends=1, scattered_sends=True,
             rests_on=("sc21", "korthikanti", "vtrain"),
         ),
         Software(
             "megatron-deepspeed", "Megatron-DeepSpeed and GPT-NeoX before FlashAttention",
-            flash=0, elementwise_passes=1.13, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.17, late_exchange=True, collective_matmul=False, graphs=False,
             source="megatron-2021's operations; sends and sums of gradients of DeepSpeed's engine",
-            late_sends=2, scattered_sends=True, adds_gradients=True, measured=False,
+            late_sends=2, scattered_sends=True, adds_gradients=True, whole_sums=1, measured=False,
         ),
         Software(
             "megatron-deepspeed-blocking", "the same as BLOOM was trained: each launch waits for its kernel",
-            flash=0, elementwise_passes=1.13, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.17, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
-            gap=80e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
+            gap=61e-6, late_sends=2, scattered_sends=True, adds_gradients=True, whole_sums=1,
             rests_on=("bloomprequel",),
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
-            flash=1, elementwise_passes=1.98, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=1, elementwise_passes=2.08, late_exchange=False, collective_matmul=False, graphs=False,
             source=f"bytes: {_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
         ),
         Software(
             "pytorch", "PyTorch FSDP, DeepSpeed and the like, 2024 and later: eager, FlashAttention 2",
-            flash=2, elementwise_passes=1.98, late_exchange=False, collective_matmul=False, graphs=False,
-            source="eager-2023's operations, later kernels; until 2.6 its rings of attention hold positions in order",
+            flash=2, elementwise_passes=2.08, late_exchange=False, collective_matmul=False, graphs=False,
+            source="eager-2023's operations; attention: the first that SDPA tries (later than cuDNN 9.15, releases "
+            "2.11 on, cuDNN's on Hopper and Blackwell); until 2.6 its rings of attention hold positions in order",
             late_sends=1, late_schedules=_WAITING, uneven_ring=True, measured=False,
         ),
         Software(
             "pytorch-compiled", "the same under torch.compile: elementwise operations fused",
-            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=False, graphs=False,
-            source="pytorch's, with operations fused as in Transformer Engine", uneven_ring=True,
+            flash=2, elementwise_passes=1.41, late_exchange=False, collective_matmul=False, graphs=False,
+            source="pytorch's kernels of attention, with operations fused as in Transformer Engine", uneven_ring=True,
             late_sends=1, late_schedules=_WAITING, measured=False,
         ),
         Software(
             "torchtitan", "`pytorch-compiled` with asynchronous tensor parallelism, as exports set torchtitan up",
-            flash=2, elementwise_passes=1.15, late_exchange=False, collective_matmul=True, graphs=False,
-            source="pytorch-compiled's; collectives of tensor parallelism run in pieces beside the matmuls",
+            flash=2, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=False,
+            source="pytorch-compiled's; attention: FlexAttention, release 0.3.0's default, in Triton, taken for as "
+            "fast as FlashAttention 2; collectives of tensor parallelism run in pieces beside the matmuls",
             late_sends=1, late_schedules=_WAITING, fused_sequences=True, measured=False,
         ),
         Software(
             "deepspeed", "`pytorch` under DeepSpeed's engines, as exports set them up",
-            flash=2, elementwise_passes=1.98, late_exchange=False, collective_matmul=False, graphs=False,
-            source="pytorch's operations; ZeRO sums gradients beside the backward pass, but not in pipelines, and "
-            "gathers new weights after the update; without ZeRO gradients are summed at the end; sends are waited for",
-            late_sends=2, late_once=("weights", "whole", "pipelines"), measured=False,
+            flash=2, elementwise_passes=2.08, late_exchange=False, collective_matmul=False, graphs=False,
+            source="pytorch's operations; ZeRO-2 sums gradients on all replicas (from 0.12.4 on), beside the backward "
+            "pass but for pipelines; ZeRO-1 too, at the end, as without ZeRO; new weights and sends are waited for",
+            late_sends=2, late_once=("weights", "whole", "pipelines"), whole_sums=2, measured=False,
         ),
         Software(
             "xla", "JAX: elementwise operations fused by XLA, a step launched as one program",
-            flash=2, elementwise_passes=1.0, late_exchange=False, collective_matmul=None, graphs=True, source=_STEPS,
+            flash=3, elementwise_passes=1.0, late_exchange=False, collective_matmul=None, graphs=True, source=_STEPS,
             late_sends=1, late_schedules=("gpipe", *_WAITING),
             rests_on=("maxtext", "jaxtoolbox"),
         ),
@@ -167,10 +169,11 @@ class _Chips:
         matmul: of its dense FLOP/s in 16 bits, in matmuls for minutes: power limits clocks. Other chips of the family
             keep as many FLOP/s for each watt, as far as matmuls of milliseconds allow.
         narrow: the same of narrower formats.
-        attention: share of the dense FLOP/s over long sequences, second generation of fused kernels.
+        attention: share of the dense FLOP/s over long sequences, of fused kernels that are made for the chip.
         half_attention, half_depth, half_output, mixture_launch: as in `Calibration`.
         memory, links: share of the bandwidth of HBM, and of links for large messages.
         flash_1: the same share for kernels of the first generation, forward, and backward over it.
+        flash_2: the share and `half_attention` of the second; None where those made for the chip are of the second.
         source: where the numbers are from.
     """
 
@@ -186,11 +189,14 @@ class _Chips:
     mixture_launch: float
     flash_1: tuple[float, float]
     source: str
+    flash_2: tuple[float, float] | None = None
 
 
 _MICRO = (
-    "half_depth and attention: matmuls of K = 1,024 to 16,384 and causal attention over 512 to 16,384 keys, NVIDIA "
-    "AIConfigurator database; the others: fitted to whole steps, around single operations"
+    "half_depth: matmuls of K = 1,024 to 16,384, NVIDIA AIConfigurator database; attention: likewise on Ampere, on "
+    "Hopper and Blackwell causal attention over 2,048 to 32,768 keys, cuDNN 9.19 (cudnn-frontend, 2026); "
+    "FlashAttention 2: on H100 causal, heads of 128 (Shah et al. 2024, figure 5), on B200 as many FLOP/s (assumed; "
+    "tritonbench's pull request 171: 331 to 362 TFLOP/s); the others: fitted to whole steps, around single operations"
 )
 
 
@@ -201,17 +207,17 @@ def _waves(units: int) -> float:
 
 #: By family; a chip of no family inherits Hopper's.
 _CHIPS = {
-    "ampere": _Chips("a100-sxm-80gb", 0.819, (), 0.57, 600.0, 200.0, _waves(108), 0.82, 0.709, 79e-6, (0.46, 0.58),
+    "ampere": _Chips("a100-sxm-80gb", 0.802, (), 0.57, 600.0, 200.0, _waves(108), 0.78, 0.672, 85e-6, (0.46, 0.58),
                      _MICRO),
-    "hopper": _Chips("h100-sxm", 0.656, ((DType.FP8, 0.644),), 0.515, 1000.0, 200.0, _waves(132), 0.87, 0.736, 79e-6,
-                     (0.24, 0.65), _MICRO),
-    "blackwell": _Chips("b200-sxm", 0.474, ((DType.FP8, 0.549), (DType.FP4, 0.398)), 0.518, 1900.0, 50.0, _waves(148),
-                        0.91, 0.735, 79e-6, (0.24, 0.65), _MICRO),
-    "cdna": _Chips("", 0.46, ((DType.FP8, 0.41),), 0.36, 1000.0, 200.0, _waves(304), 0.77, 0.70, 79e-6, (0.24, 0.65),
+    "hopper": _Chips("h100-sxm", 0.637, ((DType.FP8, 0.600),), 0.635, 850.0, 200.0, _waves(132), 0.86, 0.721, 85e-6,
+                     (0.24, 0.65), _MICRO, (0.36, 500.0)),
+    "blackwell": _Chips("b200-sxm", 0.475, ((DType.FP8, 0.526), (DType.FP4, 0.390)), 0.65, 1400.0, 50.0, _waves(148),
+                        0.89, 0.671, 85e-6, (0.24, 0.65), _MICRO, (0.158, 500.0)),
+    "cdna": _Chips("", 0.46, ((DType.FP8, 0.41),), 0.37, 1000.0, 200.0, _waves(304), 0.77, 0.70, 85e-6, (0.24, 0.65),
                    "fp8: mean of soaked matmuls of 4,096 to 32,768 rows, memory, links: BabelStream and RCCL on MI300X "
-                   "(Azure AI-benchmarking-guide, 2025); attention: as much of the rate of matmuls as on Hopper; the "
+                   "(Azure AI-benchmarking-guide, 2025); attention: eight tenths of the rate of matmuls; the "
                    f"others: inherited from Hopper and Ampere; {_MICRO}"),
-    "tpu": _Chips("", 0.798, (), 0.647, 512.0, 0.0, 0.0, 0.85, 0.969, 0.0, (0.24, 0.65),
+    "tpu": _Chips("", 0.792, (), 0.646, 512.0, 0.0, 0.0, 0.85, 0.966, 0.0, (0.24, 0.65),
                   "matmul, interference: fitted to whole steps of MaxText on v4, v5e and v5p (2023)"),
 }  # fmt: skip
 
@@ -244,7 +250,7 @@ _MEASURED_FORMATS = {
 }
 
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
-_GAP, _INTERFERENCE = 7.9e-6, 0.254
+_GAP, _INTERFERENCE = 8.9e-6, 0.232
 
 #: Share of the dense FLOP/s of a narrow format that no matmul of milliseconds exceeds (stas00/ml-engineering, 2025).
 _MOST_NARROW = 0.76
@@ -260,7 +266,7 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     >>> from meshwise.hardware import load_chip
     >>> found = fitted_calibration(load_chip("h100-sxm"), "eager-2023")
     >>> found.name, found.elementwise_passes, round(found.matmul_efficiency, 2)
-    ('fitted+eager-2023', 1.98, 0.66)
+    ('fitted+eager-2023', 2.08, 0.64)
 
     Args:
         chip: of the cluster.
@@ -286,14 +292,14 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
         raise UnknownNameError("software", name, SOFTWARE)
     found = _with(chip, family, SOFTWARE[name])
     if name == "xla" and name != usual:  # as programs compiled for GPUs are scheduled (docs/verify.md)
-        found = replace(found, in_turn=True, late_once=("accumulated",))
+        found = replace(found, in_turn=True, late_once=("accumulated",), distinct_dispatch=False)
     return replace(found, name="fitted" if name == usual else f"fitted+{name}")
 
 
 def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
     """The constants of a chip, its family and a software together."""
     own = _CHIPS.get(family.name, _CHIPS["hopper"])
-    forward, backward = own.flash_1 if software.flash == 1 else (own.attention, _FLASH_2_BACKWARD)
+    forward, backward, half = _attention(own, software.flash)
     on_tpu = family.name == "tpu"
     gap = 0.0 if on_tpu else _GAP  # a program of XLA runs on a TPU without the host between operations
     overlapped = software.collective_matmul if chip.vendor == "nvidia" else None
@@ -308,7 +314,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         power_ratio=ratio,
         attention_efficiency=None if forward is None else min(forward * better, matmul),
         attention_backward=backward,
-        half_attention=own.half_attention if software.flash == 2 else 0.0,
+        half_attention=half,
         unfused_attention=software.flash == 0,
         half_depth=own.half_depth,
         elementwise_passes=software.elementwise_passes,
@@ -328,6 +334,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         software=software.name,
         scattered_sends=software.scattered_sends,
         adds_gradients=software.adds_gradients,
+        whole_sums=software.whole_sums,
         beside_sums=software.beside_sums,
         repeats_whole=software.name != "xla",
         half_output=own.half_output,
@@ -340,6 +347,15 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         uncertainty_sources=_causes(chip, family.name, software),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
+
+
+def _attention(own: _Chips, generation: int) -> tuple[float | None, float, float]:
+    """Of a generation of fused kernels: share of the dense FLOP/s, backward rate over forward, keys at half of it."""
+    if generation == 1:
+        return (*own.flash_1, 0.0)
+    if generation == 2 and own.flash_2 is not None:
+        return own.flash_2[0], _FLASH_2_BACKWARD, own.flash_2[1]
+    return own.attention, _FLASH_2_BACKWARD, own.half_attention if generation else 0.0
 
 
 def _causes(chip: Chip, family: str, software: Software) -> tuple[str, ...]:

@@ -42,14 +42,15 @@ def _hidden(calibration: Calibration, layout: Layout) -> Iterator[tuple[str, str
     if layout.ulysses > 1 or (layout.context > 1 and layout.context_method == "gather"):
         yield "context", ""
     if layout.expert > 1:
-        beside = calibration.beside_exchanges and layout.schedule == "interleaved"
-        paired = layout.stage > 1 and (beside or find_schedule(layout.schedule).overlaps)
+        follows = layout.num_microbatches > 1 if layout.stage == 1 else layout.schedule == "interleaved"
+        beside = calibration.beside_exchanges and follows
+        paired = beside or (layout.stage > 1 and find_schedule(layout.schedule).overlaps)
         yield "expert", "another microbatch's compute" if paired else ""
     if layout.fsdp > 1 or (layout.fully_sharded and others > 1):
         yield "fsdp", "the compute of the layer before"
     if layout.data > 1 or (others > 1 and not layout.fully_sharded):
         late = calibration.late_once
-        waits = "gradients" in late or ("whole" in late and layout.zero == 0)
+        waits = "gradients" in late or calibration.sums_at_end(layout.zero)
         waits = waits or ("pipelines" in late and layout.stage > 1)
         waits = waits or ("accumulated" in late and layout.num_microbatches > 1 and layout.zero < 2)
         yield "gradients", "" if waits or calibration.late_exchange else "the last backward pass"

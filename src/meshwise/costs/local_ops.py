@@ -49,6 +49,7 @@ class LoweredOp(NamedTuple):
         weight: format of the weights that it multiplies; None where there are none.
         grouped: whether these are of experts, each with its own rows.
         permutes: whether it moves tokens to the slots of their experts, or back.
+        launched: whether it is a kernel of its own, not a further output of the one before.
     """
 
     matmul: Volume | None
@@ -67,6 +68,7 @@ class LoweredOp(NamedTuple):
     weight: DType | None
     grouped: bool
     permutes: bool
+    launched: bool
 
 
 def lower_op(
@@ -120,7 +122,13 @@ def lower_op(
         weight=weight,
         grouped=grouped,
         permutes=isinstance(op, Route),
+        launched=not _beside(op),
     )
+
+
+def _beside(op: Op) -> bool:
+    """Whether the kernel of the operation before it makes it as well."""
+    return isinstance(op, AttentionGradient | FusedGradient) or (isinstance(op, Elementwise) and op.beside)
 
 
 def _weight(op: Op, precision: Precision) -> tuple[DType | None, bool]:
@@ -145,7 +153,7 @@ def _moved(item: LocalOp, symbols: Symbols, precision: Precision) -> list[tuple[
     op = item.op
     if isinstance(op, Convert):
         return of((*item.inputs * op.reads, *(item.output,) * op.writes))
-    if isinstance(op, AttentionGradient | FusedGradient):  # its inputs were read by the kernel's first output
+    if _beside(op):  # its inputs were read for the kernel's first output
         return of((item.output,))
     if isinstance(op, Lookup):
         rows = item.inputs[1] if op.scatter else item.output

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self, TypeGuard, TypeVar
 
 from meshwise.core.tensors import (
     Attention,
@@ -217,10 +217,10 @@ class LoweredTrainingBlock(LoweredBlock):
         """Local operations by pass."""
         items: dict[str, list[LocalOp]] = {"forward": [], "recompute": [], "backward": [], "weights": []}
         for item in self.placed.forward:
-            if isinstance(item, LocalOp):
+            if _takes_time(item):
                 items["forward"].append(item)
         for item in self.placed.backward:
-            if isinstance(item, LocalOp):
+            if _takes_time(item):
                 name = "weights" if item.output.tensor.kind is Kind.GRADIENT else "backward"
                 items["recompute" if item.op.name in self.placed.recomputed else name].append(item)
         return {name: tuple(found) for name, found in items.items()}
@@ -261,6 +261,10 @@ class LoweredTrainingBlock(LoweredBlock):
         if not choices.partial_remat or self.role != "layer":
             return Part(self.placed.block)
         return Part(self.placed.block, 1 - remat_share if self.rest else remat_share, rest=self.rest)
+
+
+def _takes_time(item: LocalOp | Transfer) -> TypeGuard[LocalOp]:
+    return isinstance(item, LocalOp) and not (isinstance(item.op, Elementwise) and item.op.free)
 
 
 @dataclass(frozen=True)

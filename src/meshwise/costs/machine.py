@@ -17,6 +17,7 @@ from pathlib import Path
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import write_whole
 from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
+from meshwise.costs.calibration import FEW_ROWS_SIDES
 from meshwise.costs.collectives import wire_time
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.network import make_group_link
@@ -111,14 +112,7 @@ def _serving(rows: Sequence[MeasuredOperation], operations: int) -> str:
     chained = [r for r in rows if r.op == FEW_ROWS]
     if not chained:
         return ""
-    few = {
-        dtype: [
-            f'[{r.m}, "{format_flops_per_s(2.0 * (r.m or 0) * (r.n or 0) * (r.k or 0) / r.seconds)}"]'
-            for r in chained
-            if r.dtype == dtype
-        ]
-        for dtype in sorted({r.dtype for r in chained})
-    }
+    few = {dtype: _few_rows([r for r in chained if r.dtype == dtype]) for dtype in sorted({r.dtype for r in chained})}
     points = ", ".join(f"{dtype} = [{', '.join(own)}]" for dtype, own in few.items())
     near, far = (_one([r for r in rows if r.op == PAGED and r.seq_q == 1 and r.seq_kv == n]) for n in CACHED)
     own, size = _kv_bytes(near), _kv_bytes(far)
@@ -139,6 +133,17 @@ host_step = "{format_time(max(one - layer, _AT_ONCE))}"
 host_request = "{format_time(max((wide - one) / (batch - 1), _AT_ONCE))}"
 operation = "{format_time(layer / operations)}"
 '''
+
+
+def _few_rows(chained: Sequence[MeasuredOperation]) -> list[str]:
+    """[rows, FLOP/s with the smaller weights, with the larger ones] of one format."""
+
+    def rate(rows: int, side: int) -> str:
+        r = _one([r for r in chained if (r.m, r.n) == (rows, side)])
+        return format_flops_per_s(2.0 * rows * side * (r.k or 0) / r.seconds)
+
+    rows = sorted({r.m or 0 for r in chained})
+    return [f"[{m}, {', '.join(f'{chr(34)}{rate(m, side)}{chr(34)}' for side in FEW_ROWS_SIDES)}]" for m in rows]
 
 
 def _one(rows: Sequence[MeasuredOperation]) -> MeasuredOperation:

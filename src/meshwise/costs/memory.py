@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from meshwise.core.tensors import Block
 from meshwise.costs.arithmetic import Condition, Num, is_zero, maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
+from meshwise.costs.ends import End, pipeline_ends
 from meshwise.costs.extents import Extents
 from meshwise.costs.memory_plan import MemoryPlan, Moment
-from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of, uneven
+from meshwise.costs.pipeline import Part, Pipeline, num_layers, program_of
 from meshwise.jobs import Precision
 
 #: Class -> what it holds.
@@ -52,6 +53,8 @@ class LocalMemory:
         at_once: the gathered weights that are there at once, over all of them.
         added_up: workspace, beside, unreduced and at_once where gradients of microbatches are added up, if they differ
             then: a compiler makes a head's gradient beside its gathered weights there.
+        dealt: beside and unreduced of the moment that holds most gradients, which counts where a head's activations are
+            shared out and its weights are not.
     """
 
     kept: Num
@@ -62,6 +65,7 @@ class LocalMemory:
     buffers: Num
     at_once: Num = 1.0
     added_up: tuple[Num, ...] = ()
+    dealt: tuple[Num, ...] = ()
 
 
 def local_memory(
@@ -91,10 +95,12 @@ def local_memory(
     else:
         largest, besides, unreduced = _most_with_gradients(moments, extents)
         workspace, beside = remade + largest, remade + besides
-    added_up: tuple[Num, ...] = ()
+    added_up, dealt = tuple[Num, ...](), tuple[Num, ...]()
     if compiled and not plan.weights:  # no layer
         most, besides, made = _most_with_gradients(plan.operations, extents)
         added_up = (remade + most, remade + besides, made, 1.0)
+        besides, made = _most_gradients(moments, extents)
+        dealt = (remade + besides, made)
     buffers: Num = 0.0
     for num_bytes, axes in plan.buffers:
         lacking = extents.remote_fraction(axes)
@@ -110,6 +116,7 @@ def local_memory(
         buffers=buffers,
         at_once=_largest_share(plan, gathered, extents) if compiled else 1.0,
         added_up=added_up,
+        dealt=dealt,
     )
 
 
@@ -134,6 +141,17 @@ def _most_with_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[N
     return largest, beside, unreduced
 
 
+def _most_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[Num, Num]:
+    """Activations and gradients at the moment that holds most gradients."""
+    beside: Num = 0.0
+    unreduced: Num = 0.0
+    for activations, gradients in moments:
+        one, made = extents.weighted(activations), extents.weighted(gradients)
+        more = made > unreduced
+        beside, unreduced = where(more, one, beside), where(more, made, unreduced)
+    return beside, unreduced
+
+
 def _largest_share(plan: MemoryPlan, gathered: Num, extents: Extents) -> Num:
     """Of weights gathered one by one, the share of the largest and of the next; a head's are among its moments."""
     largest: Num = 0.0
@@ -148,6 +166,8 @@ def stage_memories(
     precision: Precision,
     pipeline: Pipeline,
     *,
+    in_step: float | None,
+    positions: Num,
     noted: bool = False,
 ) -> tuple[StageMemory, ...]:
     """What the chips hold that may be the fullest: with the embedding, with the head; the one with most layers last.
@@ -160,12 +180,15 @@ def stage_memories(
         extents: local sizes of the training state.
         precision: bytes per element.
         pipeline: schedule and sizes (floats or arrays).
+        in_step: as `pipeline_ends` takes it.
+        positions: of a sequence, on a device.
         noted: whether to write down what the classes are made of (floats only).
 
     Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
-    state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
-    ends = pipeline_ends(num_layers(program_of(part for part, _, _ in blocks)), pipeline)
+    state = [state_bytes(plan, extents, precision, shared=in_step is not None) for _, plan, _ in blocks]
+    layers = num_layers(program_of(part for part, _, _ in blocks))
+    ends = pipeline_ends(layers, pipeline, in_step, positions)
     held = [(part, local) for part, _, local in blocks]
     return tuple(stage_memory(held, state, end, [] if noted else None) for end in ends)
 
@@ -216,26 +239,6 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """A device of the pipeline that may hold most (floats or arrays).
-
-    Args:
-        counts: role -> copies there of each block's `repeat`.
-        in_flight: microbatches whose activations are held, of all its chunks.
-        logits_in_flight: microbatches whose logits are held.
-        adds_up: whether gradients of several microbatches are added up.
-        tied_apart: 1 where what tied weights belong to is on another device, so that they and their gradients are held
-            twice, else 0.
-    """
-
-    counts: Mapping[str, Num]
-    in_flight: Num
-    logits_in_flight: Num
-    adds_up: Condition
-    tied_apart: Num
-
-
-@dataclass(frozen=True, slots=True)
 class LayerMemory:
     """What copies of a layer hold on one stage (floats or arrays).
 
@@ -279,27 +282,11 @@ class StageMemory:
     holdings: list[Holding] | None
 
 
-def pipeline_ends(layers: int, pipeline: Pipeline) -> tuple[End, ...]:
-    """What the devices hold that may be the fullest: those with the head, the embedding, or more layers."""
-    schedule, shape = pipeline.schedule, pipeline.shape
-    first, middle, last = device_shares(layers, pipeline)
-    apart = 0.0 if schedule.folded else (shape.stages > 1) * 1.0
-    logits = schedule.held_head(shape)
-    chunks = pipeline.device_chunks
+def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, *, shared: bool) -> dict[str, Num]:
+    """The training state of one copy of a block; and of the optimizer's, the share that stages can divide.
 
-    def end(counts: Mapping[str, Num], held: Num) -> End:
-        return End(counts, held / chunks, logits, shape.num_microbatches > 1, apart)
-
-    ends = [end(first, schedule.held_first(shape))]
-    if not schedule.folded and some(shape.stages > 1):
-        ends.append(end(last, schedule.held_last(shape)))
-    if uneven(layers, pipeline):
-        ends.append(end(middle, where(pipeline.has_middle, schedule.held_second(shape), schedule.held_first(shape))))
-    return tuple(ends)
-
-
-def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dict[str, Num]:
-    """The training state of one copy of a block."""
+    `shared`: whether they do; else nobody asks for the share, which takes long to find.
+    """
     states = extents.weighted(plan.states)
     return {
         "parameters": extents.weighted(plan.parameters),
@@ -309,6 +296,7 @@ def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dic
         "master_copies": states * (precision.master.bytes if precision.master else 0.0),
         "optimizer": extents.weighted(plan.moments),
         "stored": extents.weighted(plan.stored),
+        "divides": extents.over_stages(plan.states) if shared else 0.0,
     }
 
 
@@ -321,35 +309,47 @@ class _AtWork:
     workspace: Num
     gathered: Num
     buffers: Num
+    waiting: Num
+    head_share: Num
 
     @classmethod
-    def of(cls, block: Block, present: Num, local: LocalMemory, stored: Num, adds_up: Condition) -> _AtWork:
-        """`stored`: bytes of the gathered weights as stored; `adds_up` as of an `End`.
+    def of(cls, block: Block, present: Num, local: LocalMemory, stored: Num, *, end: End, waiting: Num) -> _AtWork:
+        """`stored`: bytes of the gathered weights as stored; `waiting`: of gradients of layers, to be added up.
 
         Weights of a layer are gathered one after the other: the next layer's take the place of those that were read.
         """
         most = workspace, beside, unreduced, at_once = local.workspace, local.beside, local.unreduced, local.at_once
         if local.added_up and block.role == "head":
             workspace, beside, unreduced, at_once = (
-                where(adds_up, *pair) for pair in zip(local.added_up, most, strict=True)
+                where(end.adds_up, *pair) for pair in zip(local.added_up, most, strict=True)
             )
+        if local.dealt and block.role == "head" and some(end.head_share < 1):
+            more = end.head_share * local.dealt[0] + local.dealt[1] > end.head_share * beside + unreduced
+            more &= end.head_share < 1
+            beside, unreduced = where(more, local.dealt[0], beside), where(more, local.dealt[1], unreduced)
         apart = local.gathered > stored  # else weights are used where they are, and gradients added where they are made
         unreduced = where(apart, unreduced, 0.0)
         workspace = workspace if beside is workspace else where(apart, beside, workspace)
         # A lookup's table is read in the forward pass alone: it is among the moments, as its gradient is.
         gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0) * at_once)
-        return cls(block, present, workspace, gathered, local.buffers)
+        # A compiler makes a head's gradient after those of layers, beside which it sends them.
+        waiting, share = 0.0 if block.role == "embed" else waiting, end.head_share if block.role == "head" else 1.0
+        return cls(block, present, workspace, gathered, local.buffers, waiting, share)
 
     @property
     def total(self) -> Num:
         """Bytes on this stage."""
-        return self.present * (self.workspace + self.gathered + self.buffers)
+        return self.present * (self.head_share * self.workspace + self.gathered + self.buffers + self.waiting)
 
     @property
-    def classes(self) -> tuple[tuple[str, Num], ...]:
-        """Class -> bytes."""
-        own = "logits_and_loss" if self.block.role == "head" else "workspace"
-        return ((own, self.workspace), ("gathered_weights", self.gathered), ("communication_buffers", self.buffers))
+    def classes(self) -> tuple[tuple[str, Num, Num], ...]:
+        """Class, share and bytes."""
+        return (
+            ("logits_and_loss" if self.block.role == "head" else "workspace", self.head_share, self.workspace),
+            ("gathered_weights", 1.0, self.gathered),
+            ("communication_buffers", 1.0, self.buffers),
+            ("gradients", 1.0, self.waiting),
+        )
 
 
 def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Num, Num]]:
@@ -363,8 +363,18 @@ def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Nu
         chosen = (total >= most) & (before == False)  # noqa: E712 -- elementwise
         before = before | chosen
         copies = moment.present * chosen
-        for name, num_bytes in moment.classes:
-            yield name, moment.block, copies, num_bytes
+        for name, share, num_bytes in moment.classes:
+            if name != "gradients" or not is_zero(num_bytes):
+                yield name, moment.block, copies * share, num_bytes
+
+
+def _waiting(state: Iterable[tuple[Part, Mapping[str, Num]]], end: End) -> Num:
+    """Bytes of gradients of layers that are made before any is added up."""
+    total: Num = 0.0
+    for part, held in state:
+        if part.block.role == "layer" and not is_zero(end.made):
+            total = total + end.made * end.counts["layer"] * part.block.repeat * part.share * held["gradients"]
+    return total
 
 
 def stage_memory(
@@ -385,6 +395,7 @@ def stage_memory(
         if holdings is not None:
             holdings.append(Holding(name, block, copies, num_bytes))
 
+    waiting = _waiting([(part, held) for (part, _), held in zip(blocks, state, strict=True)], end)
     for (part, local), held in zip(blocks, state, strict=True):
         block = part.block
         n = end.counts[block.role] * block.repeat * part.share
@@ -392,11 +403,11 @@ def stage_memory(
         if block.role == "layer":
             layers.append(LayerMemory(block, n, present, end.in_flight, held, local.kept))
         for name in STATE_CLASSES:
-            add(name, block, n, held[name])
+            add(name, block, end.copies(name, block, n, held["divides"]), held[name])
         if holdings is not None or not is_zero(held["tied"]):
             add("parameters", block, end.tied_apart * n, held["tied"])
             add("gradients", block, end.tied_apart * n, held["tied_gradients"])
-        moments.append(_AtWork.of(block, present, local, held["stored"], end.adds_up))
+        moments.append(_AtWork.of(block, present, local, held["stored"], end=end, waiting=waiting))
         if block.role != "head":
             add("activations", block, n * end.in_flight, local.kept)
         else:

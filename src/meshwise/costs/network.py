@@ -41,8 +41,10 @@ class GroupLink:
             level, a child of a level lacks (d-1)/d of the bytes; a flat ring over n members carries (n-1)/n of them
             across every boundary, whatever the level. NCCL gathers and scatters by flat rings.
         scheduled_latency: as `gather_latency`, by that schedule: a flat ring takes n - 1 hops.
+        ring_hops: of them, those of flat rings between nodes, and in all nodes but one.
         tree: seconds per byte of an AllReduce along trees (switches that add included), as NCCL's that is no ring.
         tree_latency: seconds that it takes however small.
+        tree_hops: up and down the trees, where these leave the innermost level; else 0.
         routed: seconds per byte of all slots (top_k copies of every token, over all chips of the group) for a dispatch
             or combine of a mixture that sends one copy to each different destination; as `exchange` without routing.
     """
@@ -57,8 +59,10 @@ class GroupLink:
     all_reduce: Num
     scheduled: Num
     scheduled_latency: Num
+    ring_hops: Num
     tree: Num
     tree_latency: Num
+    tree_hops: Num
     routed: Num
 
     def carrying(self, *, routed: bool) -> GroupLink:
@@ -67,7 +71,7 @@ class GroupLink:
 
 
 #: A wire that takes no time.
-NO_WIRE = GroupLink(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_WIRE = GroupLink(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def make_group_link(
@@ -176,8 +180,10 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> GroupLin
         all_reduce=all_reduce,
         scheduled=maximum(by_hops, tree.boundary * (1 - 1 / size)) if flat else by_hops,
         scheduled_latency=_flat_ring_latency(fabric, spans, size) + ring.latency if flat else gather_latency,
+        ring_hops=size - spans[0][0] if flat else 0.0,
         tree=maximum(2 * ring.by_hops(), tree.by_trees) if flat else hops_twice,
         tree_latency=tree.tree_latency + 2 * ring.latency if flat else 2 * gather_latency,
+        tree_hops=where(size > spans[0][0], tree.tree_hops, 0.0),
         routed=exchange
         if routing is None
         else _routed(routing, ring.exchange if fabric.dimensions[0].torus else None, tree.crossings, size),
@@ -344,8 +350,7 @@ class _TreeSums:
     """
 
     def __init__(self, own: bool, nccl: bool) -> None:
-        self.own = own
-        self.nccl = nccl
+        self.own, self.nccl = own, nccl
         self.crossings: list[_Crossing] = []
         self.adds: list[bool] = []
         self.gather: Num = 0.0
@@ -354,6 +359,7 @@ class _TreeSums:
         self.boundary: Num = 0.0  # seconds per byte that crosses the narrowest boundary between children
         self.latency: Num = 0.0
         self.tree_latency: Num = 0.0
+        self.tree_hops: Num = 0.0
         self.exchange: Num = 0.0
         self.exchange_latency: Num = 0.0
 
@@ -368,6 +374,7 @@ class _TreeSums:
         if self.nccl:  # in the innermost level NCCL's tree is a chain
             hops = extent - 1 if len(self.crossings) == 1 and not dim.adds else steps
             self.tree_latency = self.tree_latency + 2 * hops * dim.latency
+            self.tree_hops = self.tree_hops + 2 * (where(used, 1.0, 0.0) if dim.adds else hops)  # all add at once
 
     def finish(self, size: Num) -> None:
         """Price the levels, now that the members of the whole group are known."""

@@ -55,7 +55,7 @@ class RoleSums:
         exchanged: what of the passes is exchange of tokens with their experts, on the critical path.
         serial: the passes with nothing overlapped.
         resources: seconds that the matrix unit, HBM and networks are busy at data-sheet rates; "in_turn", of networks
-            while nothing runs beside them.
+            while the matrix unit does nothing beside them, "in_turn_hbm" while HBM does not.
         cover: seconds of the backward pass (gradients) and of the forward pass (weights) that nothing hides behind yet.
         flops: on the matrix unit, as "flops".
     """
@@ -207,17 +207,18 @@ def _critical(one: CollectiveTemplate, calibration: Calibration) -> bool:
     return one.side == "critical" and not (one.term == "tensor" and calibration.collective_matmul)
 
 
-def _least_in_turn(b: BlockTime, found: Iterable[tuple[CollectiveTemplate, Num]]) -> Num:
+def _least_in_turn(found: Iterable[tuple[CollectiveTemplate, Num]], weights: Num) -> Num:
     """Seconds of one copy's collectives that nothing runs beside, of those `found` with their bounds.
 
-    Products that make gradients of weights alone may run beside what gradients of activations wait for.
+    Products that make gradients of weights alone may run beside what gradients of activations wait for; `weights`:
+    seconds in which these are busy.
     """
     before: Num = 0.0
     beside: Num = 0.0
     for one, bound in found:
         remade = bound if one.when is Pass.FORWARD else bound * (one.remade / one.count)
         before, beside = before + remade, beside + (bound - remade)
-    return before + maximum(beside - b.compute["weights"].busy, 0.0)
+    return before + maximum(beside - weights, 0.0)
 
 
 def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledger: Ledger | None = None) -> None:
@@ -253,8 +254,12 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
             serial.add("backward", again.seconds)
             for some, side in _split(again, calibration):
                 _put(coming, some, side, "backward", noted=ledger is not None)
-    if calibration.in_turn and (in_turn := [(one, bound) for one, bound in waited if _critical(one, calibration)]):
-        sums.resources.add("in_turn", count * _least_in_turn(b, in_turn))
+    turns = [(one, bound) for one, bound in waited if _critical(one, calibration) and not is_zero(bound)]
+    if calibration.in_turn and turns:
+        alone = b.compute["weights"]
+        sums.resources.add("in_turn", count * _least_in_turn(turns, alone.busy))
+        read = alone.matmul_bytes / prices.rates.chip.hbm_bandwidth
+        sums.resources.add("in_turn_hbm", count * _least_in_turn(turns, read))
     for term, seconds in bounds.items():
         sums.resources.add(term, count * seconds)
     for name, seconds in serial.items():

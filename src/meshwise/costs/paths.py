@@ -122,7 +122,7 @@ def paths(
         """Seconds of a byte with every dimension but `part` infinitely fast."""
         dims = (d if i in part else replace(d, bandwidth_one_way=_AT_ONCE) for i, d in enumerate(fabric.dimensions))
         wire = make_group_link(replace(fabric, dimensions=tuple(dims)), factors, key, routing=routing)
-        return float(schedules(kind, wire.carrying(routed=routing is not None))[algorithm][0])
+        return float(schedules(kind, wire.carrying(routed=routing is not None))[algorithm].per_byte)
 
     legs = []
     for part in parts:
@@ -169,6 +169,7 @@ class Algorithm:
         offered: whether the software has it.
         hops: seconds of hops.
         transfer: seconds of the bytes at full bandwidth.
+        fill: seconds that a large message takes besides.
         seconds: expected, start-up and achieved bandwidth included.
     """
 
@@ -176,6 +177,7 @@ class Algorithm:
     offered: bool
     hops: float
     transfer: float
+    fill: float
     seconds: float
 
 
@@ -211,10 +213,10 @@ def algorithms(
     found: dict[str, Algorithm] = {}
     for view in (fabric, *_others(fabric)):
         wire = make_group_link(view, factors, axes)
-        for name, (per_byte, hops) in zip(offered(kind, view), schedules(kind, wire), strict=True):
+        for name, (per_byte, hops, fill) in zip(offered(kind, view), schedules(kind, wire), strict=True):
             transfer = float(num_bytes * per_byte)
-            seconds = float(links.seconds(float(hops), transfer, wire.size > 1))
-            found.setdefault(name, Algorithm(name, view is fabric, float(hops), transfer, seconds))
+            seconds = float(links.seconds(float(hops), transfer, wire.size > 1, fill))
+            found.setdefault(name, Algorithm(name, view is fabric, float(hops), transfer, float(fill), seconds))
     return tuple(found.values())
 
 

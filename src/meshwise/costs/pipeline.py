@@ -71,11 +71,17 @@ class Pipeline:
     def paired_passes(self, *, beside: bool) -> Num:
         """Forward passes of a chunk that run together with a backward pass of another microbatch.
 
-        Those of an interleaved pipeline do so where software exchanges tokens `beside` compute, once it is full.
+        Those of an interleaved pipeline do so where software exchanges tokens `beside` compute, once it is full; and
+        on one stage those of all microbatches but the first.
+
+        >>> Pipeline.of("1f1b", 1, 8).paired_passes(beside=True), Pipeline.of("1f1b", 4, 8).paired_passes(beside=True)
+        (7, 0.0)
         """
-        if beside and self.schedule.chunks is None:
+        if not beside or self.schedule.overlaps:
+            return self.schedule.pairs(self.shape)
+        if self.schedule.chunks is None:
             return self.shape.virtual_stages * (self.shape.num_microbatches - self.shape.stages)
-        return self.schedule.pairs(self.shape)
+        return where(self.shape.stages > 1, 0.0, self.shape.num_microbatches - 1)
 
     def waited_sends(self, late: int) -> Num:
         """Sends that a step waits for: on one microbatch's way, then `late` at each further pass.

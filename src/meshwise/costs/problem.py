@@ -53,6 +53,15 @@ class TrainingProblem(_Problem):
     job: TrainingJob
     cluster: Cluster
     calibration: Calibration
+    in_step: bool = False
+    """Whether the stages of a pipeline work in step, as those of meshwise's own runtime do."""
+
+    @property
+    def made_in_step(self) -> float | None:
+        """Bytes of a gradient as it is made over those of a sum, where stages of a compiled program work in step."""
+        formats = self.job.formats
+        compiled = self.in_step and self.calibration.compiled
+        return formats.reductions.bytes / formats.gradients.bytes if compiled else None
 
     def train_program(self) -> Program:
         """The model's program as the job trains it: with conversions to narrow formats, and with adapters."""
@@ -115,7 +124,9 @@ class ServingProblem(_Problem):
     @cached_property
     def compute_rates(self) -> ComputeRates:
         """Rates of the chip for the load's formats, as the calibration says they are achieved."""
-        return ComputeRates.of(self.cluster.chip, self.load.formats.formats, self.calibration)
+        rates = ComputeRates.of(self.cluster.chip, self.load.formats.formats, self.calibration)
+        share = self.calibration.narrow_cache if self.load.formats.kv.bytes <= 1 else 1.0
+        return rates if share == 1 else replace(rates, cache_byte=rates.cache_byte / share)
 
     @cached_property
     def _lowered(self) -> dict[tuple[Step, bool], Lowered]:

@@ -61,6 +61,8 @@ class Schedule:
         held_first, held_second, held_last: chunks' activations that these devices hold at most.
         waits: chunks between, whole, that the longest path passes besides the busiest device's work, at the least.
         held_head: microbatches whose logits are held at once.
+        held_in_step: chunks' activations that every device holds where all work in step, as in one compiled program
+            (`Rounds.kept`); None where no such program runs the schedule.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Schedule:
     held_last: Count
     waits: Count
     held_head: Count
+    held_in_step: Count | None = None
 
     def why_not(self, shape: PipelineShape) -> str | None:
         """Why the schedule cannot run so, or None where it can.
@@ -169,6 +172,17 @@ _TWICE = Need(
     "twice as many microbatches as stages: {M} are fewer than {twice}",
 )
 
+
+def _in_step(s: PipelineShape) -> Num:
+    """Sum of `Rounds.kept`: of pieces begun in the first half of a turn 2 p microbatches, of the others p.
+
+    >>> _in_step(PipelineShape(4, 8)), _in_step(PipelineShape(4, 8, 2)), sum(Rounds("interleaved", 4, 3, 8).kept)
+    (7.0, 12.0, 19)
+    """
+    odd = s.virtual_stages % 2
+    return s.stages * (3 * s.virtual_stages + odd) / 2 - odd
+
+
 _SCHEDULES = (
     Schedule(
         name="gpipe",
@@ -182,6 +196,7 @@ _SCHEDULES = (
         held_last=lambda s: where(s.stages > 1, s.num_microbatches, 1),
         waits=lambda s: s.stages - 1,
         held_head=lambda s: where(s.stages > 1, s.num_microbatches, 1),
+        held_in_step=lambda s: where(s.stages > 1, s.num_microbatches + 1, 1),
     ),
     Schedule(
         name="1f1b",
@@ -195,6 +210,7 @@ _SCHEDULES = (
         held_last=lambda _: 1,
         waits=lambda s: s.stages - 1,
         held_head=lambda _: 1,
+        held_in_step=_in_step,
     ),
     Schedule(
         name="interleaved",
@@ -219,6 +235,7 @@ _SCHEDULES = (
         held_last=lambda s: (s.virtual_stages - 1) * s.stages + 1,
         waits=lambda s: s.stages - 1,
         held_head=lambda _: 1,
+        held_in_step=_in_step,
     ),
     Schedule(
         name="zb-h1",
@@ -347,11 +364,14 @@ class Rounds:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Microbatches whose inputs a stage keeps, of each piece, from the forward to the backward pass.
+        """Microbatches of which a stage keeps what the backward pass reads, of each piece.
 
-        The first stage waits longest: work w is forward in round w, and backward 2 (pieces - piece) stages - 2 later. A
-        place is taken again by the microbatch that comes so many after.
+        Under gpipe all, and a place for rounds that have none. Else the first stage waits longest: work w is forward in
+        round w, and backward 2 (pieces - piece) stages - 2 later. A place is taken again by the microbatch that comes
+        so many after.
         """
+        if self.schedule == "gpipe":
+            return (self.num_microbatches + 1,)
 
         def fits(places: int, wait: int) -> bool:
             enters = [i // self.stages * self.turn + i % self.stages for i in range(self.stages + places)]

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from meshwise.core.tensors import Block
 from meshwise.costs.arithmetic import Condition, Num
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.collectives import fastest, ring_time, starts, wire_rate
+from meshwise.costs.collectives import Schedule, fastest, ring_time, starts, wire_rate
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.extents import Extents
 from meshwise.costs.makespans import PipelineTimes
@@ -213,12 +213,13 @@ NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 class Offered(NamedTuple):
     """What is known of a collective before its bytes: seconds per byte that none beats, the link, its algorithms.
 
-    The former are by data-sheet bandwidth alone, with one copy of a token to each of its destinations.
+    The former are by data-sheet bandwidth alone, with one copy of a token to each of its destinations unless software
+    whose bound is that of its schedule (`in_turn`) sends more.
     """
 
     bound: Num
     link: GroupLink
-    algorithms: tuple[tuple[Num, Num], ...]
+    algorithms: tuple[Schedule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,7 @@ class StepRates:
             whole = self.wires(key.mesh_axes)
             link = whole.carrying(routed=key.routed and self.calibration.distinct_dispatch)
             algorithms = () if key.pieces else starts(key.kind, link, self.calibration.links)
-            bound = wire_rate(key.kind, whole.carrying(routed=key.routed))
+            bound = wire_rate(key.kind, whole.carrying(routed=key.routed and self.calibration.least_dispatch))
             known = self._known[key] = Offered(bound, link, algorithms)
         return known
 
@@ -313,7 +314,8 @@ class CollectivePrices:
             num_bytes = self.placed(one.bytes(self.extents))
         offered = self.rates.offered(one.key)
         bound = num_bytes * offered.bound if self.rates.bounded else 0.0
-        return num_bytes, self.rates.seconds(num_bytes, one.key, offered), bound
+        key = one.run_key(whole_sums=self.rates.calibration.whole_sums)
+        return num_bytes, self.rates.seconds(num_bytes, key, offered if key is one.key else None), bound
 
     def placed(self, value: Num) -> Num:
         """A value for each place, from one for each mesh."""

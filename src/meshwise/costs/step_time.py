@@ -118,9 +118,13 @@ def step_time(
 
 
 def _with_turns(resources: Sums) -> Sums:
-    """The same where collectives that nothing runs beside come after the busier of compute and HBM."""
+    """The same where collectives that nothing runs beside come after the busier of compute and HBM.
+
+    Each has its own gradients of weights beside them: a step of a faster chip is never bounded higher.
+    """
     if "in_turn" in resources:
-        resources["in_turn"] = resources["in_turn"] + maximum(resources.get("compute", 0.0), resources["hbm"])
+        of_hbm = resources.pop("in_turn_hbm") + resources["hbm"]
+        resources["in_turn"] = maximum(resources["in_turn"] + resources.get("compute", 0.0), of_hbm)
     return resources
 
 
@@ -152,7 +156,7 @@ def _times(
     sums: Mapping[str, RoleSums], calibration: Calibration, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]
 ) -> PipelineTimes:
     shape = pipeline.shape
-    if calibration.beside_exchanges and pipeline.schedule.chunks is None:
+    if calibration.beside_exchanges and not pipeline.schedule.overlaps:
         share = pipeline.paired_passes(beside=True) / (shape.num_microbatches * shape.virtual_stages)
         return PipelineTimes(*(_beside(sums, own, calibration.interference, share) for own in chunks))
     cores = calibration.exchange_cores if pipeline.schedule.overlaps else None

@@ -97,6 +97,14 @@ class CollectiveTemplate:
         num_bytes = extents.weighted(self.num_bytes)
         return num_bytes * extents.devices(self.scaled_by) if self.scaled_by else num_bytes
 
+    def run_key(self, *, whole_sums: int) -> CollectiveKey:
+        """How software sends it; `whole_sums` as in `Calibration`."""
+        zero = 1 if self.when is Pass.STEP else 2 if "data" in self.key.mesh_axes else 3
+        scatters = self.purpose is Purpose.GRADIENTS and self.key.kind is CollectiveKind.REDUCE_SCATTER
+        if scatters and zero <= whole_sums:
+            return self.key._replace(kind=CollectiveKind.ALL_REDUCE)
+        return self.key
+
 
 class Sent(NamedTuple):
     """Collectives of known size (floats or arrays).

@@ -79,22 +79,23 @@ def evaluate_weight_state(
     found: dict[str, NDArray[np.float64]] = {}
     for block in problem.lowered.training(choices):
         num_bytes = found.setdefault(block.role, np.zeros(np.size(mesh["data"])))
-        state = state_bytes(block.memory, extents, problem.job.formats)
+        state = state_bytes(block.memory, extents, problem.job.formats, shared=False)
         num_bytes += block.placed.block.repeat * sum(state[name] for name in classes)
     return found
 
 
 def evaluate_states(
-    problem: TrainingProblem, choices: LayoutChoices, mesh: Mapping[str, Num]
+    problem: TrainingProblem, choices: LayoutChoices, mesh: Mapping[str, Num], *, shared: bool
 ) -> tuple[dict[str, Num], ...]:
     """The training state of one copy of each block, as from `memory.state_bytes`, [meshes].
 
     Args:
         problem, choices, mesh: as in `evaluate_weight_traffic`.
+        shared: as of `memory.state_bytes`.
     """
     extents = _extents(problem, mesh)
     blocks = problem.lowered.training(choices)
-    return tuple(state_bytes(block.memory, extents, problem.job.formats) for block in blocks)
+    return tuple(state_bytes(b.memory, extents, problem.job.formats, shared=shared) for b in blocks)
 
 
 def state_sums(problem: TrainingProblem, choices: LayoutChoices) -> tuple[tuple[int, ...], ...]:

@@ -28,10 +28,11 @@ class Constraint:
 
     Args:
         matcher: of llguidance.
+        schema: of its JSON.
     """
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, schema: Mapping[str, Any]) -> None:
+        self._matcher, self.schema = matcher, schema
 
     def bits(self, words: int) -> NDArray[np.uint32]:
         """A bit a token of the vocabulary, set where it may come next: uint32 [words]."""
@@ -97,4 +98,4 @@ class Constraints:
             wrong = str(error)
         if wrong:
             raise MeshwiseError(f"response_format: the schema cannot be kept to: {wrong:.300}")
-        return Constraint(llguidance.LLMatcher(tokenizer, grammar, log_level=0))
+        return Constraint(llguidance.LLMatcher(tokenizer, grammar, log_level=0), schema)

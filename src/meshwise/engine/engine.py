@@ -6,7 +6,6 @@ replayed gives the same decisions (`replay`). Not here: how a step is executed (
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -14,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from meshwise.engine.hosts import Hosts
 from meshwise.engine.replay import head
-from meshwise.engine.requests import EngineRequest, SentCache, Token
-from meshwise.scheduling import BlockTable, Pages, Running, Scheduler, Scheduling, Step
+from meshwise.engine.requests import EngineRequest, SentCache, Token, tell_over
+from meshwise.scheduling import BlockTable, Running, Scheduler, Scheduling, Step, busiest, rank_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,19 @@ class Work:
         """Requests whose next token the step gives."""
         return [d.request for d in self.decodes] + [c.request for c in self.chunks if c.last]
 
+    def filled(self, ranks: int, rows: int = 1) -> tuple[int, int]:
+        """Requests that decode, and tokens of prompts in whole rows, if all ranks had as many as the busiest."""
+        decoding = busiest(((d.request.rank, 1) for d in self.decodes), ranks)
+        return decoding, busiest(((c.request.rank, -(-c.count // rows) * rows) for c in self.chunks), ranks)
+
 
 class Executor(Protocol):
-    """Executes steps."""
+    """Executes steps; prompts in whole rows of so many tokens."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a row."""
+        ...
 
     def run(self, work: Work) -> list[Token]:
         """The next token of each of `work.asking`."""
@@ -101,6 +111,7 @@ class StepRecord:
         begun, seconds: of the engine's clock.
         contexts: of each request that decoded, the tokens it attended to.
         chunks: of each piece of a prompt, tokens cached before, and its own.
+        filled: requests that decode and tokens of prompts, to which the executor filled it up; rows only.
         waiting: requests that waited when it began.
         blocks: that requests used when it ended.
     """
@@ -109,6 +120,7 @@ class StepRecord:
     seconds: float
     contexts: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...]
+    filled: tuple[int, int]
     waiting: int
     blocks: float
 
@@ -169,6 +181,7 @@ class Engine:
         hand_over: takes requests that are prefilled, with their caches, where other engines decode.
         ahead: whether a step is decided and started before the tokens of the last are fetched. What ends otherwise than
             by its length is noticed a step later, whose token is dropped.
+        hosts: other processes that run it, too.
     """
 
     def __init__(
@@ -183,24 +196,25 @@ class Engine:
         watcher: Watcher | None = None,
         hand_over: Callable[[EngineRequest], None] | None = None,
         ahead: bool = False,
+        hosts: Hosts | None = None,
     ) -> None:
         assert scheduling.preemption == "recompute", "refused before: swapping"
         assert scheduling.speculation is None, "refused before: drafts"
         self.executor, self.clock = executor, clock
-        self.running: Running[EngineRequest] = Running(block_tokens)
-        assert isinstance(self.running.pages, Pages), "without drafts"
-        self.cache = BlockTable(self.running.pages, blocks, keeps_prefixes=scheduling.prefix_cache)
+        self.running: Running[EngineRequest] = Running(block_tokens, ranks=scheduling.ranks)
+        self.caches = rank_tables(self.running, blocks, scheduling)
         self.scheduler: Scheduler[EngineRequest] = Scheduler(
-            scheduling, self.cache, self.running, None if hand_over is None else self._send
+            scheduling, self.caches, self.running, None if hand_over is None else self._send
         )
         self.failure: BaseException | None = None
         self._log, self._watcher = log, watcher
         self._record(*head(scheduling, blocks, block_tokens, hands_over=hand_over is not None))
         assert not ahead or hand_over is None, "what is handed over has its first token"
-        self._hand_over, self._ahead = hand_over, ahead
+        self._hand_over, self._ahead, self._hosts = hand_over, ahead, hosts
         self._under_way: _UnderWay | None = None
         self._fetched = 0.0  # when tokens were last there
-        self._sent: list[tuple[EngineRequest, SentCache, float]] = []  # with blocks that are kept until it has arrived
+        # With a rank's cache, and its blocks that are kept until what was sent has arrived.
+        self._sent: list[tuple[EngineRequest, SentCache, BlockTable, float]] = []
         self._prefilled: dict[EngineRequest, list[int]] = {}
         self._inbox: deque[tuple[str, EngineRequest]] = deque()
         self._wake, self._counting = threading.Event(), threading.Lock()
@@ -235,7 +249,12 @@ class Engine:
     @property
     def most_tokens(self) -> int:
         """Tokens of the longest request that fits when it is alone."""
-        return self.cache.most_tokens
+        return self.caches[0].most_tokens
+
+    @property
+    def blocks_in_use(self) -> float:
+        """Blocks of the cache that requests use."""
+        return sum(cache.in_use for cache in self.caches)
 
     # In the engine's thread
 
@@ -245,12 +264,14 @@ class Engine:
             while not self._stopping:
                 self._wake.clear()
                 if not self.step():
-                    self._wake.wait(_POLL if self._sent else None)
+                    self._wake.wait(_POLL if self._sent else None if self._hosts is None else self._hosts.idle)
         except BaseException as error:
             self.failure = error
             raise
         finally:
             self._end_all("error" if self.failure else "cancelled")
+            if self._hosts is not None:
+                self._hosts.close(self.failure)
 
     def step(self) -> bool:
         """Take in what came, and run a step; False where there is nothing to do."""
@@ -327,15 +348,15 @@ class Engine:
             return
         contexts = tuple(decode.position + 1 for decode in work.decodes)
         pieces = tuple((c.start, c.count) for c in work.chunks)
-        seconds = self.clock() - begun
-        self._watcher.step(StepRecord(begun, seconds, contexts, pieces, waiting, self.cache.in_use))
+        seconds, filled = self.clock() - begun, work.filled(len(self.caches), self.executor.rows)
+        self._watcher.step(StepRecord(begun, seconds, contexts, pieces, filled, waiting, self.blocks_in_use))
 
     def _work(self, step: Step[EngineRequest], begun: float) -> Work:
         """What a step executes, in pages of its own."""
         members = list(self.running.members.values()) if step.decoding else []
         held = [int(self.running.tokens(request)) for request in members]
         decodes = [
-            Decode(request, tokens, self.cache.grow(request, tokens + 1))
+            Decode(request, tokens, self.caches[request.rank].grow(request, tokens + 1))
             for request, tokens in zip(members, held, strict=True)
         ]
         for decode in decodes:
@@ -343,7 +364,9 @@ class Engine:
                 self.executor.receive(decode.request.cache, decode.table)
                 decode.request.cache = None
         chunks = [
-            Chunk(p.request, p.done, new, p.done + new == p.tokens, self.cache.grow(p.request, p.tokens))
+            Chunk(
+                p.request, p.done, new, p.done + new == p.tokens, self.caches[p.request.rank].grow(p.request, p.tokens)
+            )
             for p, new in step.chunks
         ]
         work = Work(decodes, chunks)
@@ -357,9 +380,9 @@ class Engine:
         for one in [sent for sent in self._sent if sent[1].arrived]:
             self._sent.remove(one)
             self._record("arrived", one[0].index)
-            self.cache.used -= one[2]
-        while self._inbox:
-            what, request = self._inbox.popleft()
+            one[2].used -= one[3]
+        came = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        for what, request in came if self._hosts is None else self._hosts.agree(came):
             if what == "add":
                 if request.index < 0:
                     request.index = self._count
@@ -379,7 +402,7 @@ class Engine:
         """Hand a request over; its blocks stay taken until its cache has arrived."""
         assert self._hand_over is not None, "the scheduler hands over"
         request.cache = self.executor.send(request, self._prefilled[request])
-        self._sent.append((request, request.cache, blocks))
+        self._sent.append((request, request.cache, self.caches[request.rank], blocks))
         self._done += 1
         self._hand_over(request)
 
@@ -394,6 +417,8 @@ class Engine:
                 request.reason = "error"
             if request.reason is not None:
                 ended.append(request)
+        if self._hosts is not None:
+            self._hosts.ended(ended)
         return ended
 
     def _over(self, request: EngineRequest) -> None:
@@ -401,7 +426,7 @@ class Engine:
         self._done += 1
         if self._watcher is not None:
             self._watcher.over(request)
-        _tell(request)
+        tell_over(request)
 
     def _end_all(self, reason: str) -> None:
         """All that is not over ends, those too that wait to be taken in."""
@@ -411,7 +436,7 @@ class Engine:
         here += [] if self._under_way is None else [r for r in self._under_way.ending if r.reason is None]
         for request in [*here, *(r for what, r in self._inbox if what == "add")]:
             request.reason = reason
-            _tell(request)
+            tell_over(request)
         self._inbox.clear()
 
     def _described(self, work: Work) -> tuple[list[list[Any]], list[list[Any]]]:
@@ -422,9 +447,3 @@ class Engine:
     def _record(self, *entry: Any) -> None:
         if self._log is not None:
             self._log(entry)
-
-
-def _tell(request: EngineRequest) -> None:
-    """Say that a request is over; a sink that fails harms nobody."""
-    with contextlib.suppress(Exception):
-        request.sink.done(request.reason or "error")

@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwise.engine.engine import Chunk, Work
+from meshwise.engine.engine import Work
 from meshwise.engine.requests import EngineRequest, Sampling, SentCache, Token
+from meshwise.engine.step_layout import StepLayout
 from meshwise.runtime.params import Tree
 from meshwise.runtime.sampling import Sampled, SamplingArrays, compiled, greedy
-from meshwise.runtime.steps import ROW, Bucket, PagedModel, StepArrays
-from meshwise.scheduling import Scheduling
+from meshwise.runtime.steps import ROW, Bucket, PagedModel
+from meshwise.scheduling import Scheduling, busiest
 
 
 def plan_buckets(scheduling: Scheduling, longest: int, fewest: int = 1) -> list[Bucket]:
-    """Sizes of steps to compile: powers of two, up to the largest step that the limits allow.
+    """Sizes of steps to compile, of each rank: powers of two, up to the largest step that the limits allow.
 
     >>> [tuple(b) for b in plan_buckets(Scheduling(max_batch=4, max_step_tokens=64), 64)]
     [(1, 0, 1), (2, 0, 2), (4, 0, 4), (0, 16, 1), (0, 32, 2), (0, 64, 4), (0, 128, 4)]
@@ -34,7 +35,7 @@ def plan_buckets(scheduling: Scheduling, longest: int, fewest: int = 1) -> list[
         longest: tokens of the longest prompt, which may go alone.
         fewest: rows that are multiplied by weights at least, filled up.
     """
-    most = scheduling.max_batch
+    most = scheduling.rank_batch
     decode = [Bucket(n, 0, n) for n in sorted({max(n, fewest) for n in _powers(1, most)})]
     # Each prompt of a step is filled up to whole rows.
     largest = max(longest, scheduling.max_step_tokens) + (ROW - 1) * min(most, scheduling.max_step_tokens)
@@ -59,12 +60,12 @@ class Started:
     """A step on its way.
 
     Args:
-        asking: whose next token it gives.
+        asking: whose next token it gives, in the order of the work, and its place among the logits.
         ids: their tokens where the step after reads them; None: it will not.
         made: what follows from the logits; these, where nobody asks.
     """
 
-    asking: Sequence[EngineRequest]
+    asking: Mapping[EngineRequest, int]
     ids: jax.Array | None
     made: Any
 
@@ -82,7 +83,7 @@ class CopiedPages:
 
 
 class JaxExecutor:
-    """Executes steps on devices.
+    """Executes steps on devices. Ranks fill up to the same bucket, one after the other in all arrays.
 
     Args:
         model: compiled for its pages.
@@ -110,16 +111,17 @@ class JaxExecutor:
         ahead: bool = False,
     ) -> None:
         self.model, self.weights, self.longest, self.constrained = model, weights, longest, constrained
+        self.ranks, self.rows = scheduling.ranks, ROW
         self.sequence_pages = -(-longest // model.page_tokens)
         self.buckets = list(buckets or plan_buckets(scheduling, longest, model.fewest_rows))
         self._steps: dict[Bucket, Any] = {}
         self._greedy: dict[int, Any] = {}
-        self._sample: dict[tuple[int, int, bool], Any] = {}
+        self._sample: dict[tuple[int, int], Any] = {}
         self._words = -(-int(model.abstract_logits(1).shape[-1]) // 32)
         for number, bucket in enumerate(self.buckets, 1):
             progress(f"compiling step {number} of {len(self.buckets)}")
             self._steps[bucket] = model.compile(bucket, self.sequence_pages)
-        for rows in sorted({bucket.logits for bucket in self.buckets}):
+        for rows in sorted({bucket.logits * self.ranks for bucket in self.buckets}):
             progress(f"compiling sampling of {rows}")
             self._compile_sampling(rows)
         self.ahead = ahead
@@ -132,17 +134,17 @@ class JaxExecutor:
     def _compile_sampling(self, rows: int) -> None:
         logits = self.model.abstract_logits(rows)
         self._greedy[rows] = jax.jit(greedy).lower(logits).compile()
-        allowed = jax.ShapeDtypeStruct((rows, self._words), np.uint32)
-        for length, bits in ((1, None), (self.longest, None), (self.longest, allowed))[: 2 + self.constrained]:
+        allowed = jax.ShapeDtypeStruct((rows, self._words), np.uint32) if self.constrained else None
+        for length, bits in ((1, None), (self.longest, allowed)):
             seen = jax.ShapeDtypeStruct((rows, length), np.int32)
             produced = jax.ShapeDtypeStruct((rows, length), np.bool_)
             lowered = compiled.lower(length, logits, SamplingArrays.abstract(rows), seen, produced, bits)
-            self._sample[rows, length, bits is not None] = lowered.compile()
+            self._sample[rows, length] = lowered.compile()
 
     def _compile_ahead(self) -> None:
         """What passes tokens on to the step after, on the device."""
         whole = self.model.abstract_logits(1).sharding
-        most = max(bucket.logits for bucket in self.buckets)
+        most = max(bucket.logits for bucket in self.buckets) * self.ranks
         ids = jax.ShapeDtypeStruct((most,), np.int32, sharding=whole)
 
         def padded(made: jax.Array) -> jax.Array:
@@ -151,22 +153,17 @@ class JaxExecutor:
         pad, likely = (jax.jit(f, out_shardings=whole) for f in (padded, lambda logits: padded(greedy(logits))))
         merge = jax.jit(_merged, out_shardings=whole)
         self._ids, self._merge = {}, {}
-        for rows in {bucket.logits for bucket in self.buckets}:
+        for rows in {bucket.logits * self.ranks for bucket in self.buckets}:
             self._ids[rows] = pad.lower(jax.ShapeDtypeStruct((rows,), np.int32, sharding=whole)).compile()
             self._greedy[rows] = likely.lower(self.model.abstract_logits(rows)).compile()
-        for tokens in {bucket.tokens for bucket in self.buckets}:
+        for tokens in {bucket.tokens * self.ranks for bucket in self.buckets}:
             flat = jax.ShapeDtypeStruct((tokens,), np.int32)
             self._merge[tokens] = merge.lower(flat, ids, flat).compile()
 
-    @staticmethod
-    def filled(tokens: int) -> int:
-        """Tokens to which a piece of a prompt is filled up."""
-        return -(-tokens // ROW) * ROW
-
     def bucket(self, work: Work) -> Bucket:
         """The smallest bucket that holds a step."""
-        decoding, prefill = len(work.decodes), sum(_rows(c) * ROW for c in work.chunks)
-        logits = decoding + sum(c.last for c in work.chunks)
+        decoding, prefill = (size // self.ranks for size in work.filled(self.ranks, ROW))
+        logits = busiest(((request.rank, 1) for request in work.asking), self.ranks) // self.ranks
         fitting = (b for b in self.buckets if b.decoding >= decoding and b.prefill >= prefill and b.logits >= logits)
         return min(fitting, key=lambda b: (b.tokens, b.logits))
 
@@ -186,23 +183,22 @@ class JaxExecutor:
     def start(self, work: Work, before: Started | None) -> Started:
         """Start a step; tokens that are not here yet are taken where the step before leaves them."""
         bucket, asking = self.bucket(work), work.asking
-        pending: dict[EngineRequest, int] = (
-            {} if before is None else {request: place for place, request in enumerate(before.asking)}
-        )
-        arrays = self._arrays(work, bucket, pending)
+        pending = {} if before is None else before.asking
+        layout = self._laid_out(work, bucket, pending)
+        arrays, places = layout.arrays, layout.places
         if before is not None and before.ids is not None:
-            places = np.full(bucket.tokens, -1, np.int32)
-            places[: len(work.decodes)] = [pending.get(d.request, -1) for d in work.decodes]
-            arrays = arrays._replace(tokens=self._merge[bucket.tokens](arrays.tokens, before.ids, places))
+            merge = self._merge[len(layout.coming)]
+            arrays = arrays._replace(tokens=merge(arrays.tokens, before.ids, layout.coming))
         logits, self._pool = self._steps[bucket](self.weights, self._pool, arrays)
         if not asking:
-            return Started(asking, None, logits)
+            return Started(places, None, logits)
         plain = all(request.sampling.plain and request.constraint is None for request in asking)
-        made = self._greedy[bucket.logits](logits) if plain else self._sampled(logits, asking, bucket.logits, pending)
+        rows = bucket.logits * self.ranks
+        made = self._greedy[rows](logits) if plain else self._sampled(logits, places, rows, pending)
         ids: Any = None
         if self.ahead:
-            ids = made if plain else self._ids[bucket.logits](made.tokens)
-        return Started(asking, ids, made)
+            ids = made if plain else self._ids[rows](made.tokens)
+        return Started(places, ids, made)
 
     @staticmethod
     def finish(started: Started) -> list[Token]:
@@ -212,7 +208,7 @@ class JaxExecutor:
             jax.block_until_ready(made)
             return []
         if not isinstance(made, Sampled):
-            return [Token(token) for token in np.asarray(made).tolist()[: len(asking)]]
+            return [Token(token) for token in np.asarray(made)[list(asking.values())].tolist()]
         return _tokens_of(jax.device_get(made), asking)
 
     def send(self, request: EngineRequest | None, table: list[int]) -> CopiedPages:  # noqa: ARG002 -- as others
@@ -233,72 +229,46 @@ class JaxExecutor:
     def _filled(self, table: list[int]) -> Any:
         return np.asarray(table + [-1] * (self.sequence_pages - len(table)), np.int32)
 
-    def _arrays(self, work: Work, bucket: Bucket, pending: Mapping[EngineRequest, int]) -> StepArrays:
-        """Lay a step out: those that decode first, then prompts in whole rows; tokens of `pending` are not here."""
-        page_tokens = self.model.page_tokens
-        tokens, positions = np.zeros((2, bucket.tokens), np.int32)
-        pages = np.full(bucket.tokens, -1, np.int32)
-        decode_tables = np.zeros((bucket.decoding, self.sequence_pages), np.int32)
-        prefill_tables = np.zeros((bucket.prefill // ROW, self.sequence_pages), np.int32)
-        last: list[int] = []
-        for place, decode in enumerate(work.decodes):
-            tokens[place] = 0 if decode.request in pending else decode.request.tokens[decode.position]
-            positions[place] = decode.position
-            pages[place] = decode.table[decode.position // page_tokens]
-            decode_tables[place, : len(decode.table)] = decode.table
-            last.append(place)
-        at = bucket.decoding
+    def _laid_out(self, work: Work, bucket: Bucket, pending: Mapping[EngineRequest, int]) -> StepLayout:
+        """A step in arrays; tokens of `pending` are not here."""
+        layout = StepLayout(bucket, self.ranks, self.sequence_pages, self.model.page_tokens, self.model.rank_pages)
+        for decode in work.decodes:
+            layout.decode(decode, pending.get(decode.request, -1))
         for chunk in work.chunks:
-            own, there = slice(at, at + chunk.count), np.arange(chunk.start, chunk.start + chunk.count)
-            tokens[own] = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
-            positions[own] = there
-            pages[own] = np.asarray(chunk.table)[there // page_tokens]
-            row, rows = (at - bucket.decoding) // ROW, _rows(chunk)
-            prefill_tables[row : row + rows, : len(chunk.table)] = chunk.table
-            if chunk.last:
-                last.append(at + chunk.count - 1)
-            at += rows * ROW
-        wanted = np.zeros(bucket.logits, np.int32)
-        wanted[: len(last)] = last
-        return StepArrays(tokens, positions, pages, decode_tables, prefill_tables, wanted)
+            layout.chunk(chunk)
+        return layout
 
-    def _allowed(self, asking: Sequence[EngineRequest], rows: int) -> Any:
-        """Bits of the tokens that each row may take; None where nothing is constrained."""
-        own = [(place, r.constraint) for place, r in enumerate(asking) if r.constraint is not None]
-        if not own:
+    def _allowed(self, asking: Mapping[EngineRequest, int], rows: int) -> Any:
+        """Bits of the tokens that each row may take; None where nothing is ever constrained."""
+        if not self.constrained:
+            assert all(r.constraint is None for r in asking), "refused before: outputs that must keep to something"
             return None
-        assert self.constrained, "refused before: outputs that must keep to something"
         allowed = np.full((rows, self._words), 0xFFFFFFFF, np.uint32)
-        for place, constraint in own:
-            allowed[place] = constraint.bits(self._words)
+        for request, place in asking.items():
+            if request.constraint is not None:
+                allowed[place] = request.constraint.bits(self._words)
         return allowed
 
     def _sampled(
-        self, logits: Any, asking: Sequence[EngineRequest], rows: int, pending: Mapping[EngineRequest, int]
+        self, logits: Any, asking: Mapping[EngineRequest, int], rows: int, pending: Mapping[EngineRequest, int]
     ) -> Sampled:
         how = _sampling(asking, rows, pending)
-        allowed = self._allowed(asking, rows)
-        whole = allowed is not None or any(request.sampling.penalised for request in asking)
-        length = self.longest if whole else 1
+        whole = any(request.constraint is not None or request.sampling.penalised for request in asking)
+        length, allowed = (self.longest, self._allowed(asking, rows)) if whole else (1, None)
         seen, produced = np.full((rows, length), -1, np.int32), np.zeros((rows, length), np.bool_)
         if length > 1:
-            for place, request in enumerate(asking):
+            for request, place in asking.items():
                 seen[place, : len(request.tokens)] = request.tokens
                 produced[place, request.prompt : len(request.tokens)] = True
-        program = self._sample[rows, length, allowed is not None]
+        program = self._sample[rows, length]
         sampled: Sampled = program(logits, how, seen, produced, allowed)
         return sampled
 
 
-def _rows(chunk: Chunk) -> int:
-    """Rows that a piece of a prompt fills."""
-    return -(-chunk.count // ROW)
-
-
-def _tokens_of(made: Sampled, asking: Sequence[EngineRequest]) -> list[Token]:
+def _tokens_of(made: Sampled, asking: Mapping[EngineRequest, int]) -> list[Token]:
     """Tokens with the logprobs that were asked for."""
     out = []
-    for place, request in enumerate(asking):
+    for request, place in asking.items():
         count = request.sampling.logprobs
         if count is None:
             out.append(Token(int(made.tokens[place])))
@@ -313,10 +283,11 @@ def _merged(tokens: jax.Array, ids: jax.Array, places: jax.Array) -> jax.Array:
     return jnp.where(places < 0, tokens, ids[places])
 
 
-def _sampling(asking: Sequence[EngineRequest], rows: int, pending: Mapping[EngineRequest, int]) -> SamplingArrays:
+def _sampling(asking: Mapping[EngineRequest, int], rows: int, pending: Mapping[EngineRequest, int]) -> SamplingArrays:
     """How each row is sampled; rows that are none take the most likely token."""
-    own = [(request.sampling, request.made + (request in pending)) for request in asking]
-    own += [(Sampling(), 0)] * (rows - len(own))
+    own = [(Sampling(), 0)] * rows
+    for request, place in asking.items():
+        own[place] = request.sampling, request.made + (request in pending)
 
     def column(kind: type, value: Callable[[Sampling], float]) -> Any:
         return np.asarray([value(s) for s, _ in own], kind)

@@ -23,13 +23,12 @@ from meshwise.models import Model
 from meshwise.runtime.devices import find_devices, software_of
 from meshwise.runtime.layered import LayeredModel
 from meshwise.runtime.loop import in_words
+from meshwise.runtime.processes import least
+from meshwise.runtime.refusals import PAGE_TOKENS
 from meshwise.runtime.saved import find_weights
 from meshwise.runtime.steps import PagedModel, paged_model
 from meshwise.scheduling import Scheduling
 from meshwise.sharding.serving import ServingLayout
-
-#: Tokens of a block of the cache.
-BLOCK_TOKENS = 16
 
 #: Share of a device's memory for weights and cache.
 _SHARE = 0.9
@@ -58,7 +57,7 @@ class Asked:
     """Engines of one kind that are asked for.
 
     Args:
-        layout: of one of them, over tensor alone.
+        layout: of one of them.
         replicas: how many.
         limits: see there.
     """
@@ -139,7 +138,7 @@ def launch(
     say: Callable[[str], None],
     narrow: DType | None = None,
     prefill: Asked | None = None,
-    ahead: bool = False,
+    ahead: bool | None = None,
 ) -> Launched:
     """Bring up engines' parts.
 
@@ -154,7 +153,8 @@ def launch(
         say: told what is to be known of the devices.
         narrow: format of the layers' projections; None: as `dtype`.
         prefill: engines that only prefill, before `asked`, which then only decode.
-        ahead: whether a step may be started before the tokens of the last are fetched; not of those that only prefill.
+        ahead: whether a step may be started before the tokens of the last are fetched, not of those that only prefill;
+            None: on GPUs, which else wait for the host.
 
     Raises:
         MeshwiseError: a model, a layout or weights that cannot be served; other devices than needed.
@@ -168,13 +168,14 @@ def launch(
     if narrow is not None and on_cpu:
         say(f"--quantization {narrow.value}: a CPU widens such weights in each step: less memory, more time")
     published = None if weights is None else find_weights(weights, model)
+    ahead = first.platform == "gpu" if ahead is None else ahead
     longest = _longest(model, asked.limits.max_len)
 
     def weights_of(made: PagedModel) -> Any:
         return made.initial_weights(seed) if published is None else made.load(published)
 
     with in_words():
-        form = partial(paged_model, model, page_tokens=BLOCK_TOKENS, dtype=chosen, narrow=narrow)
+        form = partial(paged_model, model, page_tokens=PAGE_TOKENS, dtype=chosen, narrow=narrow)
         pools = [
             _pool(
                 kind,
@@ -188,6 +189,8 @@ def launch(
             )
             for kind, own in zip(kinds, groups, strict=True)
         ]
+    for refused in sorted({words for pool in pools for words in pool.executors[0].model.refusals}):
+        say(f"attention is plain JAX, not the kernel of TPUs: {refused}")
     if prefill is not None:
         for executor in pools[0].executors:
             executor.prepare(pools[1].executors)
@@ -224,9 +227,10 @@ def _pool(
         limits.max_batch or (8 if on_cpu else 64),
         limits.max_step_tokens or (512 if on_cpu else 2048),
         prefix_cache=limits.prefix_cache,
+        ranks=kind.layout.expert,
     )
     cache = None if limits.cache_bytes is None else limits.cache_bytes / kind.replicas
-    blocks = _blocks(form(kind.layout, groups[0], pages=1), scheduling, longest, cache, groups[0])
+    blocks = _blocks(form(kind.layout, groups[0], pages=scheduling.ranks), scheduling, longest, cache, groups[0])
     for number, devices in enumerate(groups, 1):
         which = "" if kind.replicas == 1 else f"replica {number} of {kind.replicas}: "
         progress(f"{which}reading weights")
@@ -257,6 +261,11 @@ def _devices(kinds: list[Asked], cpu_devices: int | None, say: Callable[[str], N
             f"the engine runs on {needed:,} devices ({what}), found {len(found):,} x {found[0].device_kind}; "
             f"{fewer}--cpu-devices {needed} makes as many fake ones of the CPU"
         )
+    if jax.process_count() > 1 and needed != len(found):
+        raise ClusterError(
+            f"the processes have {len(found):,} devices, and {_in_words(kinds[0])} runs on {needed:,}; give --tensor, "
+            f"--cache and --expert, or a plan, so that their product is {len(found):,}"
+        )
     left = iter(found)
     return [[[next(left) for _ in range(k.layout.engine_chips)] for _ in range(k.replicas)] for k in kinds]
 
@@ -278,28 +287,35 @@ def _longest(model: Model, asked: int | None) -> int:
 
 
 def _blocks(model: PagedModel, scheduling: Scheduling, longest: int, asked: float | None, devices: list[Any]) -> int:
-    """Blocks of the cache: a whole batch of the longest requests, or as many as memory holds.
+    """Blocks of the cache: a whole batch of the longest requests, or as many as memory holds; as many on each rank.
+
+    Args:
+        model: of one page on each rank.
+        scheduling, longest: of the engine.
+        asked: bytes on all devices; None: as fits.
+        devices: of the engine.
 
     Raises:
         InfeasibleError: not even one request fits.
     """
-    each = -(-longest // BLOCK_TOKENS)
-    wanted = scheduling.max_batch * each
-    room = None if asked is None else int(asked // model.page_bytes)
+    each, ranks = -(-longest // PAGE_TOKENS), scheduling.ranks
+    wanted = scheduling.rank_batch * each
+    fitting = None if asked is None else int(asked // (model.page_bytes * ranks))
     if asked is None:
-        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+        own = next(d for d in devices if d.process_index == jax.process_index())
+        limit = (own.memory_stats() or {}).get("bytes_limit")
         if limit is not None:
-            shards = sum(a.sharding.shard_shape(a.shape) != a.shape for a in jax.tree.leaves(model.abstract_pool))
-            parts = len(devices) if shards else 1
-            own = sum(_bytes_of_one(a) for a in jax.tree.leaves(model.abstract_weights))
-            room = int((_SHARE * limit - own) * parts // model.page_bytes)
-    blocks = wanted if room is None else room if asked is not None else min(wanted, room)
+            held, page = (
+                sum(map(_bytes_of_one, jax.tree.leaves(t))) for t in (model.abstract_weights, model.abstract_pool)
+            )
+            fitting = least(int((_SHARE * limit - held) // page))
+    blocks = wanted if fitting is None else fitting if asked is not None else min(wanted, fitting)
     if blocks < each:
         raise InfeasibleError(
             f"the cache: one request of {longest:,} tokens takes {format_bytes(each * model.page_bytes)}, there is "
-            f"room for {format_bytes(max(blocks, 0) * model.page_bytes)}; give a smaller --max-len, or more memory"
+            f"space for {format_bytes(max(blocks, 0) * model.page_bytes)}; give a smaller --max-len, or more memory"
         )
-    return blocks
+    return blocks * ranks
 
 
 def _bytes_of_one(array: Any) -> int:

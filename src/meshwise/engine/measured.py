@@ -18,8 +18,11 @@ from meshwise.simulation.serving.recording import COLUMNS, Recorder
 from meshwise.simulation.serving.replica import Replica
 from meshwise.simulation.serving.requests import Request
 
-#: Steps and requests that are kept; of a longer run the first.
-_MOST = 200_000
+#: Why a request is over that has all its tokens.
+FINISHED = ("stop", "length")
+
+#: Steps, and requests, that are kept for what is said at the end: some dozen MiB.
+_MOST = 20_000
 
 
 def rounded(costs: EngineCosts, sizes: Sequence[int]) -> EngineCosts:
@@ -77,23 +80,39 @@ class Measurements:
 
     Args:
         others: who hear of it besides.
+        steps, requests: the first `_MOST` of each, for medians and the simulation.
+        num_steps, busy: of all steps, their number and seconds.
+        num_requests: that are over; of these `finished` have all their tokens, `prompt_tokens` and `output_tokens`.
     """
 
     others: tuple[Watcher, ...] = ()
     steps: list[StepRecord] = field(default_factory=list)
     requests: list[Served] = field(default_factory=list)
+    num_steps: int = 0
+    busy: float = 0.0
+    num_requests: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
     def step(self, record: StepRecord) -> None:
         """A step is over."""
-        if len(self.steps) < _MOST:
+        self.num_steps += 1
+        self.busy += record.seconds
+        if self.num_steps <= _MOST:
             self.steps.append(record)
         for other in self.others:
             other.step(record)
 
     def over(self, request: EngineRequest) -> None:
         """A request is over."""
-        if len(self.requests) < _MOST:
-            times, reason = request.times, request.reason or "error"
+        self.num_requests += 1
+        times, reason = request.times, request.reason or "error"
+        if reason in FINISHED:
+            self.finished += 1
+            self.prompt_tokens += request.prompt
+            self.output_tokens += request.made
+        if self.num_requests <= _MOST:
             paths = request.prefix, request.kept()
             made = (request.prompt, request.made, reason)
             self.requests.append(

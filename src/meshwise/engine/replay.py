@@ -14,10 +14,10 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from meshwise.core.errors import ConfigError, MeshwiseError
-from meshwise.scheduling import BlockTable, Pages, Path, Request, Running, Scheduler, Scheduling, Step
+from meshwise.scheduling import BlockTable, Path, Request, Running, Scheduler, Scheduling, Step, rank_tables
 
 #: What a log begins with, beside its word.
-_HEAD = ("policy", "max_batch", "max_step_tokens", "watermark", "prefix_cache")
+_HEAD = ("policy", "max_batch", "max_step_tokens", "watermark", "prefix_cache", "ranks")
 
 
 def head(scheduling: Scheduling, blocks: int, block_tokens: int, *, hands_over: bool) -> tuple[Any, ...]:
@@ -30,12 +30,19 @@ def to_line(entry: Sequence[Any]) -> str:
     return json.dumps(entry, default=lambda value: value.hex(), separators=(",", ":"))
 
 
-def write_log(stack: ExitStack, file: FilePath) -> Callable[[Sequence[Any]], None]:
-    """A log in a new file, closed with the stack.
+def open_logs(stack: ExitStack, file: FilePath | None, replicas: int) -> list[Callable[[Sequence[Any]], None] | None]:
+    """A log of each replica in a new file, closed with the stack; None for each where none is asked for.
 
     Raises:
         MeshwiseError: it cannot be written.
     """
+    if file is None:
+        return [None] * replicas
+    files = [file] if replicas == 1 else [file.with_name(f"{file.name}.{number}") for number in range(replicas)]
+    return [_write_log(stack, own) for own in files]
+
+
+def _write_log(stack: ExitStack, file: FilePath) -> Callable[[Sequence[Any]], None]:
     try:
         stream = stack.enter_context(file.open("w", encoding="utf-8", buffering=1))
     except OSError as error:
@@ -80,16 +87,16 @@ def _replayed(entries: Iterator[Any]) -> int:
     word, said, blocks, block_tokens, hands_over = next(entries)
     if word != "engine":
         raise ConfigError(f"log: expected the engine's limits first, found {word!r:.50}")
-    running: Running[_Replayed] = Running(block_tokens)
-    assert isinstance(running.pages, Pages), "without drafts"
-    cache = BlockTable(running.pages, blocks, keeps_prefixes=said["prefix_cache"])
-    sent: dict[int, float] = {}
+    scheduling = Scheduling(**said)
+    running: Running[_Replayed] = Running(block_tokens, ranks=scheduling.ranks)
+    caches = rank_tables(running, blocks, scheduling)
+    sent: dict[int, tuple[BlockTable, float]] = {}
 
     def send(request: _Replayed, blocks: float) -> None:
-        sent[request.index] = blocks
+        sent[request.index] = caches[request.rank], blocks
         del known[request.index]
 
-    scheduler: Scheduler[_Replayed] = Scheduler(Scheduling(**said), cache, running, send if hands_over else None)
+    scheduler: Scheduler[_Replayed] = Scheduler(scheduling, caches, running, send if hands_over else None)
     known: dict[int, _Replayed] = {}
     steps = 0
     step: Step[_Replayed] | None = None
@@ -100,13 +107,14 @@ def _replayed(entries: Iterator[Any]) -> int:
             known[index].produced = produced
             scheduler.add(known[index])
         elif word == "arrived":
-            cache.used -= sent.pop(rest[0])
+            cache, freed = sent.pop(rest[0])
+            cache.used -= freed
         elif word == "cancel":
             scheduler.cancel(known.pop(rest[0]))
         elif word == "step":
             step = scheduler.begin()
             steps += 1
-            found = None if step is None else _described(step, running, cache)
+            found = None if step is None else _described(step, running, caches)
             if found != rest:
                 raise ConfigError(
                     f"log: step {steps:,} was decided otherwise: logged {rest!r:.300}, found {found!r:.300}"
@@ -119,12 +127,13 @@ def _replayed(entries: Iterator[Any]) -> int:
     return steps
 
 
-def _described(step: Step[_Replayed], running: Running[_Replayed], cache: BlockTable) -> list[Any]:
+def _described(step: Step[_Replayed], running: Running[_Replayed], caches: Sequence[BlockTable]) -> list[Any]:
     """A step as the engine logs it."""
     members = list(running.members.values()) if step.decoding else []
     held = [int(running.tokens(request)) for request in members]
-    decodes = [[r.index, n, list(cache.grow(r, n + 1))] for r, n in zip(members, held, strict=True)]
-    chunks = [[p.request.index, p.done, new, list(cache.grow(p.request, p.tokens))] for p, new in step.chunks]
+    decodes = [[r.index, n, list(caches[r.rank].grow(r, n + 1))] for r, n in zip(members, held, strict=True)]
+    pieces = [(p.request, p, new) for p, new in step.chunks]
+    chunks = [[r.index, p.done, new, list(caches[r.rank].grow(r, p.tokens))] for r, p, new in pieces]
     return [decodes, chunks]
 
 

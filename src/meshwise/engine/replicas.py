@@ -75,7 +75,7 @@ class Replicas:
     @property
     def block_tokens(self) -> int:
         """Tokens of a block of the cache."""
-        return self.engines[0].cache.pages.block_tokens
+        return self.engines[0].caches[0].pages.block_tokens
 
     @property
     def hit_tokens(self) -> int:

@@ -5,8 +5,9 @@ Not here: text (`text`), batches (`scheduling`).
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -62,7 +63,9 @@ class Token(NamedTuple):
 
 
 class Keeping(Protocol):
-    """What an output must keep to, in the engine's thread."""
+    """What an output must keep to, in the engine's thread; `schema` says it."""
+
+    schema: Mapping[str, Any]
 
     def bits(self, words: int) -> Any:
         """A bit a token, set where it may come next: uint32 [words]."""
@@ -217,3 +220,9 @@ class EngineRequest(Request):
         if kept is not None:
             return kept
         return "length" if self.made >= self.max_tokens else None
+
+
+def tell_over(request: EngineRequest) -> None:
+    """Say that a request is over; a sink that fails harms nobody."""
+    with contextlib.suppress(Exception):
+        request.sink.done(request.reason or "error")

@@ -43,11 +43,15 @@ class VirtualExecutor:
         costs: of a step.
         outputs: what each request will be given.
         now: seconds.
+        ranks: of the engine.
+        rows: as of `Executor`.
     """
 
     costs: EngineCosts
     outputs: Mapping[EngineRequest, Sequence[int]]
     now: float = 0.0
+    ranks: int = 1
+    rows: int = 1
     steps: list[tuple[float, int, int, int]] = field(default_factory=list)
     sent: list[VirtualCache] = field(default_factory=list)
 
@@ -59,7 +63,7 @@ class VirtualExecutor:
         """Let time pass."""
         contexts = [d.position + 1 for d in work.decodes]
         chunks = [(c.start, c.count) for c in work.chunks]
-        self.now += self.costs.step_seconds(contexts, chunks)
+        self.now += self.costs.step_seconds(contexts, chunks, work.filled(self.ranks, self.rows))
         self.steps.append((self.now, len(contexts), len(chunks), sum(new for _, new in chunks)))
         return [Token(self.outputs[request][request.made]) for request in work.asking]
 
@@ -71,7 +75,7 @@ class VirtualExecutor:
         """Queue a step behind the one before."""
         contexts, chunks = [d.position + 1 for d in work.decodes], [(c.start, c.count) for c in work.chunks]
         begun = self.now if before is None else max(self.now, before.end)
-        end, tokens = begun + self.costs.step_seconds(contexts, chunks), []
+        end, tokens = begun + self.costs.step_seconds(contexts, chunks, work.filled(self.ranks, self.rows)), []
         for request in work.asking:
             known = self.outputs[request]
             place = request.made + (before is not None and request in before.work.asking)

@@ -26,6 +26,7 @@ from meshwise.models import Model
 from meshwise.models.spec import Mixture
 from meshwise.runtime.overlap import overlap_options
 from meshwise.sharding.layout import MESH_AXES, Layout
+from meshwise.sharding.strategy import Strategy
 
 T = TypeVar("T")
 
@@ -124,10 +125,10 @@ class Choices:
         return self.batch_ways * self.positions_ways
 
     @property
-    def structure(self) -> LayoutChoices:
-        """The choices that placing depends on; those of a search's candidates, where sizes are arrays."""
-        of_candidates: LayoutChoices | None = getattr(self.layout, "structure", None)
-        return of_candidates or LayoutChoices.of(self.layout)
+    def strategy(self) -> Strategy:
+        """The rule tables; those of a search's candidates, where sizes are arrays."""
+        of_candidates: Strategy | None = getattr(self.layout, "strategy", None)
+        return of_candidates or LayoutChoices.of(self.layout).strategy
 
     @cached_property
     def kv_heads(self) -> int | None:

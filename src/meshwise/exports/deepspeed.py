@@ -33,7 +33,7 @@ OVERLAP = Overlap(
     ("deepspeed",),
     {
         "fsdp": "overlap_comm, with prefetching, its default (config-json.md)",
-        "gradients": "overlap_comm, with ZeRO; turned off in pipelines (config-json.md, runtime/engine.py)",
+        "gradients": "overlap_comm, with ZeRO-2 and 3; turned off for ZeRO-1 and in pipelines (runtime/engine.py)",
     },
 )
 
@@ -131,7 +131,9 @@ def _zero(choices: Choices, notes: list[str]) -> dict[str, Any]:
     out: dict[str, Any] = {"stage": _zero_stage(choices)}
     if out["stage"]:
         overlapped = choices.hidden.get("fsdp") or choices.hidden.get("gradients")
-        out |= {"overlap_comm": bool(overlapped), "contiguous_gradients": True}
+        out["overlap_comm"] = bool(overlapped)
+    if out["stage"] > 1:  # the engine turns it off for stage 1
+        out["contiguous_gradients"] = True
     if choices.sharded_ways == 1 and out["stage"]:
         out["reduce_scatter"] = True
     for part, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):

@@ -217,9 +217,9 @@ class PlacedTensors:
 def placed_tensors(choices: Choices, sequences: int = 1) -> PlacedTensors:
     """Place the program of a plan and list what is held, of so many sequences."""
     program = choices.model.train_program()
-    strategy = choices.structure.strategy
+    strategy = choices.strategy
     sizes = program.bind(batch=sequences, queries=choices.seq_len)
-    policy = remat_policy(choices.structure.remat)
+    policy = remat_policy(choices.layout.remat)
     placed = [place_block(block, strategy, policy) for block in program]
     return PlacedTensors(
         weights=tuple(h for p in placed for h in _state(p.block, p.weights, sizes)),
@@ -289,14 +289,14 @@ def _splits(choices: Choices) -> Iterator[tuple[str, str, int, str, Any]]:
 
     Sequences are left out: a microbatch has as many for each device.
     """
-    key = replace(choices.structure, remat="none", partial_remat=False, offload=())  # what is kept is split alike
-    if key not in choices.known:
-        first = choices.known[key] = {}
+    strategy = choices.strategy  # what is kept is split alike
+    if strategy not in choices.known:
+        first = choices.known[strategy] = {}
         for held in placed_tensors(choices).all:
             for axis, size, split in zip(held.axes, held.shape, held.sharding.splits, strict=True):
                 if axis != "B" and size is not None and split:
                     first.setdefault((size, split), (axis, held.name))
-    for (size, split), (axis, name) in choices.known[key].items():
+    for (size, split), (axis, name) in choices.known[strategy].items():
         sizes = {a: _devices(choices, a) for a in split}
         over = " x ".join(a for a, n in sizes.items() if np.any(n > 1))
         yield axis, over, size, name, math.prod(sizes.values())

@@ -43,7 +43,7 @@ OVERLAP = Overlap(
     {
         "tensor": f"--tp-comm-overlap, with --sequence-parallel ({_ARGUMENTS}; userbuffers of Transformer Engine)",
         "ring": "--cp-comm-type p2p: sends have a stream of their own (context_parallel.py of Transformer Engine)",
-        "expert": f"--overlap-moe-expert-parallel-comm, with interleaving, without full recomputation ({_ARGUMENTS})",
+        "expert": f"--overlap-moe-expert-parallel-comm, interleaved or on one stage, without full remat ({_ARGUMENTS})",
         "fsdp": f"--overlap-grad-reduce, --overlap-param-gather ({_ARGUMENTS}; docs of Megatron-FSDP)",
         "gradients": f"--overlap-grad-reduce ({_ARGUMENTS})",
         "weights": f"--overlap-param-gather ({_ARGUMENTS})",
@@ -138,7 +138,9 @@ RULES: tuple[Rule[Choices], ...] = (
     ),
     Rule(
         lambda c: (c.problem.calibration.beside_exchanges and c.mixture and c.layout.remat == "full")
-        & (c.layout.expert > 1) & (c.layout.stage > 1) & (c.order == "interleaved"),
+        & (c.layout.expert > 1)
+        & (((c.layout.stage > 1) & (c.order == "interleaved"))
+           | ((c.layout.stage == 1) & (c.layout.num_microbatches > 1))),
         "remat=full with {c.problem.calibration.name}",
         "full recomputation leaves no exchange of tokens beside another microbatch", "remat=none or selective",
     ),

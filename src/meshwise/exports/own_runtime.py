@@ -13,7 +13,9 @@ from typing import Any
 from meshwise.core.errors import MeshwiseError
 from meshwise.exports.choices import JAX_CHIPS, XLA_OVERLAP, Choices
 from meshwise.exports.exported import Rule
+from meshwise.models import Model
 from meshwise.runtime.refusals import PIPELINES, check_job, check_model, splits_of
+from meshwise.sharding.strategy import Strategy
 
 TITLE = "meshwise run"
 
@@ -34,15 +36,31 @@ def _why(check: Callable[[Choices], None]) -> Callable[[Choices], str]:
 _OF_MODEL, _OF_JOB = _why(lambda c: check_model(c.model)), _why(lambda c: check_job(c.job))
 
 
-def _splits(choices: Choices) -> list[tuple[tuple[str, ...], int, str]]:
+def _splits(choices: Choices) -> tuple[tuple[tuple[str, ...], int, str], ...]:
     """Mesh axes that split something, its size, a tensor that has it; not sequences: microbatches are whole."""
-    strategy = choices.structure.strategy
-    if strategy not in choices.known:
-        program = choices.model.train_program()
-        sizes = program.bind(batch=1, queries=choices.seq_len)
-        found = splits_of(program, strategy)
-        choices.known[strategy] = {(split, int(sizes[a])): t.name for t, a, split in found if a != "B"}
-    return [(split, size, name) for (split, size), name in choices.known[strategy].items()]
+    return _splits_of(choices.model, choices.seq_len, choices.strategy)
+
+
+@functools.lru_cache(maxsize=256)
+def _splits_of(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int, str], ...]:
+    program = model.train_program()
+    sizes = program.bind(batch=1, queries=seq_len)
+    found = {(split, int(sizes[a])): t.name for t, a, split in splits_of(program, strategy) if a != "B"}
+    return tuple((split, size, name) for (split, size), name in found.items())
+
+
+@functools.lru_cache(maxsize=256)
+def _common(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Mesh axes that split something, and what divides all sizes that they split: ways that divide these divide it."""
+    found: dict[tuple[str, ...], int] = {}
+    for split, size, _ in _splits_of(model, seq_len, strategy):
+        found[split] = math.gcd(found.get(split, 0), size)
+    return tuple(found.items())
+
+
+def _is_uneven(choices: Choices) -> Any:
+    common = _common(choices.model, choices.seq_len, choices.strategy)
+    return sum(size % _ways(choices, split) > 0 for split, size in common) > 0
 
 
 def _ways(choices: Choices, split: tuple[str, ...]) -> int:
@@ -97,7 +115,6 @@ RULES: tuple[Rule[Choices], ...] = (
         lambda c: f"offload={'+'.join(c.layout.offload)}", "it keeps nothing in the host's memory", "no offload",
     ),
     Rule(
-        lambda c: sum(size % _ways(c, split) > 0 for split, size, _ in _splits(c)) > 0,
-        _uneven, "it splits into equal parts, and pads nothing", "sizes that divide it",
+        _is_uneven, _uneven, "it splits into equal parts, and pads nothing", "sizes that divide it",
     ),
 )  # fmt: skip

@@ -44,7 +44,8 @@ class Measured:
     """What was measured of a chip and no data sheet says: how it serves with this runtime (`bench machine`).
 
     Args:
-        few_rows: format -> (rows, FLOP/s) of products of so many rows with weights that no cache holds; rows rise.
+        few_rows: format -> (rows, FLOP/s with few weights, with many) of products of so many rows with weights that no
+            cache holds; rows rise. How many is `costs.calibration.FEW_ROWS_SIDES`.
         attention: FLOP/s of attention of a prompt to a paged cache, causal pairs counted.
         cache_bandwidth: bytes/s at which steps that decode read a paged cache.
         cache_start: seconds that such a reading takes besides, in each layer.
@@ -52,7 +53,7 @@ class Measured:
         operation: seconds that an operation of a step takes to begin.
     """
 
-    few_rows: Mapping[DType, tuple[tuple[int, float], ...]]
+    few_rows: Mapping[DType, tuple[tuple[int, float, float], ...]]
     attention: float
     cache_bandwidth: float
     cache_start: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, UnknownNameError
@@ -101,7 +101,7 @@ class PriceRow(Row):
 class MeasuredRow(Row):
     """What was measured of a chip. See `Measured`."""
 
-    few_rows: dict[DType, tuple[tuple[Count, Rate], ...]]
+    few_rows: dict[DType, tuple[tuple[Count, Rate, Rate], ...]]
     attention: Rate
     cache_bandwidth: Bandwidth
     cache_start: Seconds
@@ -109,11 +109,22 @@ class MeasuredRow(Row):
     host_request: Seconds
     operation: Seconds
 
+    @field_validator("few_rows", mode="before")
+    @classmethod
+    def _of_two_sizes(cls, given: Any) -> Any:
+        """Files of earlier releases have one rate."""
+        if isinstance(given, dict) and any(len(p) == 2 for own in given.values() if isinstance(own, list) for p in own):
+            raise ValueError(
+                "expected [rows, FLOP/s with few weights, FLOP/s with many], found one FLOP/s; measure again with "
+                "meshwise bench machine --save-cluster FILE"
+            )
+        return given
+
     @model_validator(mode="after")
     def _rows_rise(self) -> MeasuredRow:
         for dtype, points in self.few_rows.items():
             if not points or any(b[0] <= a[0] for a, b in pairwise(points)):
-                raise ValueError(f"few_rows.{dtype.value}: expected pairs of rows, which rise, and FLOP/s")
+                raise ValueError(f"few_rows.{dtype.value}: expected rows, which rise, and two FLOP/s of each")
         return self
 
     def build(self) -> Measured:

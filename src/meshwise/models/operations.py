@@ -113,7 +113,8 @@ class Ops:
         added = weight(f"b_{name}", *own)
         if weighed_by:
             added = self.elementwise(f"weigh.{name}", added, *weighed_by, output=f"{x.name}.weighed", axes=x.axes)
-        return self.elementwise(f"bias.{name}", x, added, output=f"{x.name}.bias", linear=True)
+        made = Tensor(f"{x.name}.bias", x.axes)
+        return self.add(Elementwise(name=f"bias.{name}", inputs=(x, added), output=made, linear=True, free=True))
 
     def route(self, name: str, inputs: tuple[Tensor, ...], output: Tensor, *, combine: bool) -> Tensor:
         """Bring tokens to the slots of their experts, or back."""

@@ -97,12 +97,15 @@ def _busy_host(w: Breakdown, seconds: float) -> Explanation:
 def _busy_network(w: Breakdown, name: str, seconds: float) -> Explanation:
     """Every collective of the term by its bytes alone; what is in a microbatch, for idling rounds, too."""
     counts: dict[str, float] = {}
-    for c in (c for c in w.collectives if c.term == name):
+    own = [c for c in w.collectives if c.term == name]
+    scattered = "; all-reduces of which each replica needs a part alone count as ReduceScatters"
+    for c in own:
         one = format_time(c.bound)
         counts[one] = counts.get(one, 0.0) + c.count_per_pass * c.copies * (c.runs + c.waited_for)
     return Explanation(
         f"busy: {name} network",
-        "sum over its collectives of number x bytes / data-sheet bandwidth, hops and achieved share left out",
+        "sum over its collectives of number x bytes / data-sheet bandwidth, hops and achieved share left out"
+        + (scattered if any(c.sums_whole for c in own) else ""),
         " + ".join(f"{number(n)} x {one}" for one, n in counts.items()),
         format_time(seconds),
         f"{SHARDED}; the collectives above name the bandwidths",

@@ -141,7 +141,7 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
             f"where the mesh lies: {axis_mapping_words(case.wiring, case.fabric)}",
             f"not used: {counted(unused, 'chip')} of the cluster" if unused else None,
             None if case.copies == 1 else f"each row goes to {case.copies:.3g} distinct members, {_RANDOM}",
-            _achieved(case.calibration),
+            _achieved(case.calibration, case.algorithm.fill),
         ),
         not_modelled=(
             "other traffic on the same links"
@@ -151,15 +151,15 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
     )
 
 
-def _achieved(calibration: Calibration) -> str:
-    """What the links achieve."""
+def _achieved(calibration: Calibration, fill: float) -> str:
+    """What the links achieve; `fill` as in `Algorithm`."""
     links = calibration.links
     if links.overlapped:
         return "links at their data-sheet rate; hops and bytes overlap, the longer decides"
     small = ""
     if links.small_efficiency:
         rate = format_percent(links.small_efficiency)
-        small = f"; or {rate} without {format_time(links.bulk_startup)} of further start-up"
+        small = f"; or {rate} without {format_time(links.bulk_startup + fill)} of further start-up"
     return (
         f"calibration {calibration.name}: {format_percent(links.efficiency)} of the link bandwidth for large "
         f"messages{small}; {format_time(links.startup)} to start, hops and bytes add up ({calibration.source})"

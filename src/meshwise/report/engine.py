@@ -46,6 +46,7 @@ class ServeResult(Answer):
         ttft, tpot: of each finished request, seconds.
         simulated_ttft, simulated_tpot: of the same requests, simulated; None where nothing predicts.
         costs_source: where the predictions come from.
+        steps_left_out, requests_left_out: of a long run, which came after those that `steps`, `ttft`, `tpot` are of.
     """
 
     model: str
@@ -67,6 +68,8 @@ class ServeResult(Answer):
     simulated_tpot: tuple[float, ...] | None
     costs_source: str | None
     prefill: int = 0
+    steps_left_out: int = 0
+    requests_left_out: int = 0
 
 
 def serve_report(result: ServeResult, inputs: Mapping[str, Any]) -> Report:
@@ -106,15 +109,25 @@ def serve_report(result: ServeResult, inputs: Mapping[str, Any]) -> Report:
                 | {"measured_s": s.measured, "predicted_s": s.predicted}
                 for s in result.steps
             ],
+            "steps_left_out": result.steps_left_out,
+            "requests_left_out": result.requests_left_out,
             "predictions": result.costs_source,
         },
         body=tuple(_tables(result)),
-        assumed=(f"software: {result.software}",)
-        + (() if result.costs_source is None else (f"predictions: {result.costs_source}",)),
+        assumed=tuple(_assumed(result)),
         not_modelled=()
         if result.costs_source is not None
         else ("nothing predicts the steps: serve a plan, or give --costs",),
     )
+
+
+def _assumed(result: ServeResult) -> Iterator[str]:
+    yield f"software: {result.software}"
+    if result.costs_source is not None:
+        yield f"predictions: {result.costs_source}"
+    if result.steps_left_out or result.requests_left_out:
+        later = f"{result.steps_left_out:,} later steps and {result.requests_left_out:,} later requests"
+        yield f"the tables are of the first: without {later}"
 
 
 def _latencies(result: ServeResult) -> Iterator[dict[str, Any]]:

@@ -155,7 +155,7 @@ def _collectives(w: Breakdown) -> Iterator[Explanation]:
         yield Explanation(
             f"{kind} over {' x '.join(axes)} ({path.size:,} chips), {path.algorithm}",
             f"{'max(latency, ' if links.overlapped else 'latency + ('}{_wire_words(path)}; "
-            f"V: bytes, as in the table; W: of one link or chip, one way{_small_words(links)}",
+            f"V: bytes, as in the table; W: of one link or chip, one way{_small_words(links, rows[0].fill)}",
             f"{ways}{slowest}; latency {format_time(rows[0].latency)}; achieved {format_percent(links.efficiency)}",
             carried,
             _wire_source(w.problem.cluster, path),
@@ -167,13 +167,13 @@ def _carried(c: CollectiveBreakdown) -> str:
     return f"{format_bytes(c.num_bytes)}: {format_time(c.seconds)}{bound}"
 
 
-def _small_words(links: Links) -> str:
+def _small_words(links: Links, fill: float) -> str:
     """What small messages achieve, where that differs."""
     if links.small_efficiency is None:
         return ""
     return (
         f"; messages for which {format_percent(links.small_efficiency)} of the bandwidth at once is faster than "
-        f"{format_percent(links.efficiency)} after {format_time(links.bulk_startup)} more take the former"
+        f"{format_percent(links.efficiency)} after {format_time(links.bulk_startup + fill)} more take the former"
     )
 
 

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_time
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.spread import SPREADS, likely_interval, relative_spread, spread_parts
+from meshwise.costs.spread import EIGHTY_PERCENT, SPREADS, likely_interval, relative_spread, spread_parts
 from meshwise.report.table import Columns, tabulate, words
 from meshwise.search import Plan
 
@@ -66,7 +66,7 @@ def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
             "expected / and x e^(1.28 x sqrt(sum of squares of spreads)), not under the lower bound, which no step "
             "beats; it may end above the upper one, which overlaps nothing but reaches the expected rates",
             f"{format_time(step.expected)} / and x e^(1.28 x sqrt({squares})) = e^(1.28 x {spread:.3f}) = "
-            f"{math.exp(1.2816 * spread):.3f}",
+            f"{math.exp(EIGHTY_PERCENT * spread):.3f}",
             f"{format_time(low)} to {format_time(high)}",
             f"{causes}; docs/accuracy.md says how many measured steps lie in it",
         ),

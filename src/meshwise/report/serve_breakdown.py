@@ -44,11 +44,13 @@ def _latency(e: ServingEstimate) -> tuple[Explanation, ...]:
         _OWN,
     )
     per_prompt = e.prefill.interval / setup.prefill_batch
-    between = f" + {setup.batch} / {further:g} x {format_time(per_prompt)}" if aggregated and further else ""
-    gained = e.decode.seconds.expected / (e.tpot.expected - (per_prompt * setup.batch / further if between else 0))
+    others = setup.batch - 1
+    between = f" + {others} / {further:g} x {format_time(per_prompt)}" if aggregated and further and others else ""
+    gained = e.decode.seconds.expected / (e.tpot.expected - (per_prompt * others / further if between else 0))
     tpot = Explanation(
         "TPOT",
-        "decode step / tokens a step gives" + (" + batch / (output - 1) x prefill of a prompt" if between else ""),
+        "decode step / tokens a step gives"
+        + (" + (batch - 1) / (output - 1) x prefill of a prompt" if between else ""),
         f"{step} / {gained:.3g}{between}",
         format_time(e.tpot.expected),
         _OWN,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwise.runtime.layers import Layer, Stack, run_segment
+from meshwise.runtime.layers import Layer, Stack, add_at, run_segment
 from meshwise.runtime.params import Run, Segment, Tree
 from meshwise.runtime.watched import sunk
 
@@ -39,15 +39,8 @@ def _forward(weights: Any, totals: Any, place: _Place) -> tuple[tuple[Any, Any],
 
 
 def _backward(place: _Place, gradients: tuple[Any, Any]) -> tuple[None, Any, None]:
-    def add(total: jax.Array, gradient: jax.Array) -> jax.Array:
-        if not place:
-            return total + gradient.astype(total.dtype)
-        own = gradient.astype(total.dtype).reshape(*[1] * len(place), *gradient.shape)
-        at: list[jax.Array | int] = [*place, *[0] * gradient.ndim]
-        return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, at, own.shape) + own, at)
-
     found, totals = gradients
-    return None, jax.tree.map(add, totals, sunk(found)), None
+    return None, jax.tree.map(lambda total, more: add_at(total, more, place), totals, sunk(found)), None
 
 
 onto.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ who holds what (`attention_placed`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,12 @@ class Kernel:
         module = _kernel(self.platform)
         return "the platform has no kernel of its own" if module is None else str(module.refusal(q, k, pairs))
 
+    @property
+    def least(self) -> int:
+        """Positions of which the kernel works on whole multiples."""
+        module = _kernel(self.platform)
+        return 1 if module is None else int(module.LEAST)
+
     def _module(self, q: jax.Array, k: jax.Array, pairs: Pairs, what: str) -> Callable[..., Any]:
         if self.refusal(q, k, pairs):
             function: Callable[..., Any] = getattr(blocks, what)
@@ -104,8 +110,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, kernel: Kerne
     """
     if pairs.known:
         return _attend(q, k, v, None, (kernel, pairs))
-    places = jnp.stack([jnp.asarray(x, jnp.int32) for x in (pairs.queries, pairs.keys, pairs.number)])
-    return _attend(q, k, v, places, (kernel, Pairs(pairs.masks, offsets=tuple(pairs.offsets))))
+    places = jnp.stack([jnp.asarray(x, jnp.int32) for x in (*pairs.queries, *pairs.keys, pairs.number)])
+    nowhere = replace(pairs, queries=(0,) * len(pairs.queries), keys=(0,) * len(pairs.keys), number=0)
+    return _attend(q, k, v, places, (kernel, nowhere))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -115,7 +122,11 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, places: jax.Array | None, 
 
 def _placed(places: jax.Array | None, known: Pairs) -> Pairs:
     """Where queries and keys stand: as known when the program is traced, or as it is handed in."""
-    return known if places is None else Pairs(known.masks, places[0], places[1], known.offsets, places[2])
+    if places is None:
+        return known
+    *starts, number = places
+    several = len(known.queries)
+    return replace(known, queries=tuple(starts[:several]), keys=tuple(starts[several:]), number=number)
 
 
 def _forward(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from meshwise.runtime.attention import Kernel, attend, shift_of
 from meshwise.runtime.circle import Circle
 from meshwise.runtime.kernels.masks import Masks, Pairs
 from meshwise.runtime.shardings import Placement, part_index
+from meshwise.runtime.zigzag import Zigzag
 from meshwise.sharding import Sharding
 
 
@@ -32,6 +34,7 @@ def attend_placed(
     splits: Mapping[str, tuple[str, ...]],
     *,
     start: jax.Array | int = 0,
+    zigzag: Zigzag | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend on a mesh.
 
@@ -42,6 +45,7 @@ def attend_placed(
         placement: of the layout.
         start: position of the first query, a number where it is known as the program is traced; keys begin at zero.
         splits: of the operation's iteration space; keys are split only where they go round a ring.
+        zigzag: the order of positions, if they are not in their own.
 
     Returns: as `attend`, split as `splits` says, named as the operation's output for what is kept of it.
     """
@@ -53,11 +57,17 @@ def attend_placed(
     def local(start: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         if around:
             assert around == placement.split(positions), "a ring is of the axes that split queries"
-            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]], kernel=kernel))
-        number = part_index(positions, placement)
-        offsets = range(0, placement.ways(positions) * q.shape[1], q.shape[1]) if known else ()
-        pairs = Pairs(masks, start + number * q.shape[1], 0, tuple(offsets), number)
-        return attend(q, k, v, pairs, kernel)
+            size = placement.mesh.shape[around[0]]
+            return ring_attend(q, k, v, masks, Ring(around[0], size, kernel=kernel, zigzag=zigzag))
+        number, ways = part_index(positions, placement), placement.ways(positions)
+        if zigzag is not None:
+            k, v = zigzag.by_position(k), zigzag.by_position(v)
+
+        def starts(device: Any) -> tuple[Any, ...]:
+            return zigzag.starts(device, q.shape[1] // 2) if zigzag is not None else (start + device * q.shape[1],)
+
+        offsets = tuple(starts(device) for device in range(ways)) if known else ()
+        return attend(q, k, v, Pairs(masks, starts(number), (0,), offsets, number), kernel)
 
     if placement.mesh.size == 1:
         return local(start, inputs[0], inputs[1], inputs[2])
@@ -80,15 +90,29 @@ class Ring(Circle):
     Args:
         axis, size, both_ways: as of a circle.
         kernel: that attends to what has come round.
+        zigzag: the order of positions, if they are not in their own.
     """
 
     kernel: Kernel = field(default=Kernel())
+    zigzag: Zigzag | None = None
 
     def pairs(self, masks: Masks, length: int, steps: jax.Array | int = 0) -> Pairs:
         """Where the device's queries stand beside the keys that arrive after `steps`; after none, its own."""
-        other = (self.own - steps) % self.size
-        offsets = tuple(n * length for n in range(1 - self.size, self.size))
-        return Pairs(masks, self.own * length, other * length, offsets, self.own - other + self.size - 1)
+        at_home = isinstance(steps, int) and steps == 0
+        if at_home and self.zigzag is None:
+            return Pairs(masks)  # wherever that is
+        later = range(1) if at_home else range(1, self.size)
+        devices = [(own, (own - step) % self.size) for own in range(self.size) for step in later]
+        offsets = tuple(
+            tuple(q - k for q in self._starts(own, length) for k in self._starts(other, length))
+            for own, other in devices
+        )
+        queries, keys = self._starts(self.own, length), self._starts((self.own - steps) % self.size, length)
+        return Pairs(masks, queries, keys, offsets, self.own * len(later) + steps - later[0])
+
+    def _starts(self, device: Any, length: int) -> tuple[Any, ...]:
+        """Positions with which the runs of a device begin."""
+        return (device * length,) if self.zigzag is None else self.zigzag.starts(device, length // 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -109,19 +133,24 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, ring: Ring
 ) -> tuple[Outputs, tuple[jax.Array, ...]]:
     length = q.shape[1]
-    first, total = ring.kernel.forward(q, k, v, Pairs(masks))
 
-    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def add(carry: tuple[jax.Array, ...], number: jax.Array | int) -> tuple[jax.Array, ...]:
         keys, values, out, total = carry
-        keys, values = ring.pass_on(keys, 1), ring.pass_on(values, 1)
         part, more = ring.kernel.forward(q, keys, values, ring.pairs(masks, length, number))
         both = jnp.logaddexp(total, more)
         scale = jnp.where(jnp.isfinite(both), both, 0.0)
         out = out * jnp.exp(total - scale)[..., None] + part.astype(jnp.float32) * jnp.exp(more - scale)[..., None]
-        return (keys, values, out, both), None
+        return out, both
 
-    start: tuple[jax.Array, ...] = (k, v, first.astype(jnp.float32), total)
-    (_, _, out, total), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
+    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        # What is at hand goes on while it is attended to.
+        return (*(ring.pass_on(x, 1) for x in carry[:2]), *add(carry, number)), None
+
+    coming = ring.pass_on(k, 1), ring.pass_on(v, 1)
+    first, total = ring.kernel.forward(q, k, v, ring.pairs(masks, length))
+    start: tuple[jax.Array, ...] = (*coming, first.astype(jnp.float32), total)
+    carry, _ = jax.lax.scan(step, start, jnp.arange(1, ring.size - 1))
+    out, total = add(carry, ring.size - 1)
     # Named here: the backward pass reads them as they are here, and would go round once more to make them.
     made, total = checkpoint_name((out.astype(v.dtype), total), ring.kernel.name)
     return (made, total), (q, k, v, made, total)
@@ -132,14 +161,19 @@ def _backward(masks: Masks, ring: Ring, kept: tuple[jax.Array, ...], gradients: 
     length = q.shape[1]
     read = total, gradients[0], shift_of(out, *gradients)
 
-    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        keys, values, d_q, d_k, d_v = carry
-        keys, values, d_k, d_v = (ring.pass_on(x, 1) for x in (keys, values, d_k, d_v))
+    def add(carry: tuple[jax.Array, ...], number: jax.Array | int) -> tuple[jax.Array, ...]:
+        keys, values, d_q, *sums = carry
+        d_k, d_v = (ring.pass_on(x, 1) for x in sums)  # of the keys at hand, while their own are made
         more_q, more_k, more_v = ring.kernel.backward(q, keys, values, read, ring.pairs(masks, length, number))
-        return (keys, values, d_q + more_q, d_k + more_k, d_v + more_v), None
+        return d_q + more_q, d_k + more_k, d_v + more_v
 
-    start = (k, v, *ring.kernel.backward(q, k, v, read, Pairs(masks)))
-    (_, _, d_q, d_k, d_v), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
+    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        return (*(ring.pass_on(x, 1) for x in carry[:2]), *add(carry, number)), None
+
+    coming = ring.pass_on(k, 1), ring.pass_on(v, 1)
+    start = (*coming, *ring.kernel.backward(q, k, v, read, ring.pairs(masks, length)))
+    carry, _ = jax.lax.scan(step, start, jnp.arange(1, ring.size - 1))
+    d_q, d_k, d_v = add(carry, ring.size - 1)
     d_k, d_v = ring.pass_on(d_k, 1), ring.pass_on(d_v, 1)  # the last step home
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 

@@ -21,7 +21,7 @@ from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.narrow import Narrow
 from meshwise.runtime.ops import Surroundings, elementwise
-from meshwise.runtime.paged import attend_paged
+from meshwise.runtime.paged import attend_paged, new_tokens
 from meshwise.runtime.products import PlacedProducts, multiply
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
@@ -31,6 +31,9 @@ from meshwise.sharding.collective_products import AXIS, CollectiveProducts, coll
 
 #: Keys and values of earlier positions, where a block is given them.
 _CACHED = ("cache.k", "cache.v")
+
+#: Both together, for a kernel that reads them so.
+_JOINED = ("cache.kv",)
 
 
 @dataclass
@@ -112,7 +115,8 @@ class _Walk:
         if isinstance(op, Attention) and self.placement.strategy.ring:  # keys stay where their positions are
             splits[op.key_axis] = splits.get(op.query_axis, ())
         read = (*op.inputs, _denominator(op.inputs[0])) if op.name == "sinks" else op.inputs
-        inputs = [self.bring(t, Sharding.of(t.axes, splits)) for t in read]
+        at = new_tokens(op, splits) if isinstance(op, Attention) and self.around.paged is not None else splits
+        inputs = [self.bring(t, Sharding.of(t.axes, at)) for t in read]
         if isinstance(op, Lookup):
             with jax.named_scope(op.name):
                 self._keep(op, look_up(op, inputs[0], inputs[1], self.placement, splits))
@@ -148,19 +152,20 @@ class _Walk:
         scale = numerics.attention_scale[self.around.block]
         masks = Masks(op.causal, op.window, op.chunk, scale, numerics.attention_cap)
         if self.around.paged is not None:
-            pools = [self.arrays[name] for name in _CACHED]
-            out, total, *pools = attend_paged(
+            names = _JOINED if _JOINED[0] in self.arrays else _CACHED
+            out, total, pools = attend_paged(
                 op,
                 inputs,
-                pools,
+                [self.arrays[name] for name in names],
                 masks,
                 step=self.around.paged,
                 layer=self.around.layer,
                 placement=self.placement,
                 splits=splits,
             )
-            self.arrays.update(zip(_CACHED, pools, strict=True))
-            return self._attended(op, out, total, splits)
+            self.arrays.update(zip(names, pools, strict=True))
+            splits = self.placement.strategy.splits(op.output.axes)
+            return out if total is None else self._attended(op, out, total, splits)
         start = 0
         if _CACHED[0] in self.arrays:
             start = self.around.positions[0]
@@ -169,7 +174,8 @@ class _Walk:
                 held = jax.lax.dynamic_update_slice(self.arrays[name], inputs[place][None], at)
                 self.arrays[name] = held
                 inputs[place] = jax.lax.dynamic_index_in_dim(held, self.around.layer, keepdims=False)
-        out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start)
+        zigzag = self.around.zigzag
+        out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start, zigzag=zigzag)
         return self._attended(op, out, total, splits)
 
     def _attended(self, op: Op, out: jax.Array, total: jax.Array, splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
@@ -233,7 +239,8 @@ def run_block(
         around: what operations read besides.
 
     Returns: the block's outputs by name, where they live; and the cache, where it enters: "cache.k" and "cache.v",
-    [layers, B, positions, heads, width], or pools of pages, to which keys and values of the new positions are added.
+    [layers, B, positions, heads, width], or pools of pages, or one of both, "cache.kv", to which keys and values of the
+    new positions are added.
     """
     read = {t.name: t for op in block.ops for t in op.inputs if t.name in weights or t.name in arrays}
     strategy = placement.strategy
@@ -245,4 +252,4 @@ def run_block(
         else:
             walk.held[name] = strategy.home(t.axes)
     walk.run(block.ops)
-    return {name: walk.arrays[name] for name in (*block.outputs, *(c for c in _CACHED if c in arrays))}
+    return {name: walk.arrays[name] for name in (*block.outputs, *(c for c in (*_CACHED, *_JOINED) if c in arrays))}

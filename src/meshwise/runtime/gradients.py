@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -64,6 +63,7 @@ class Accumulation:
 
         Returns: the sum of the losses of all tokens, and its gradients in the format of accumulators.
         """
+        batch = self.stack.in_order(batch)
         staged = self.layout.stage > 1
         if not staged and self.layout.num_microbatches > 1:
             loss, gradients = self._of_microbatches(weights, batch)
@@ -77,7 +77,14 @@ class Accumulation:
         """The function of all microbatches of a pipeline."""
         rounds = Rounds.of(self.layout)
         assert rounds is not None, "of a pipeline"
-        return partial(pipelined, Stages(stack, rounds, self.parameters, self.dtype, self.reductions))
+
+        def one(weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+            shape = batch["tokens"].shape[1:]
+            return pipelined(
+                Stages(stack, rounds, self.parameters, self.dtype, self.reductions, *shape), weights, batch
+            )
+
+        return one
 
     def _of_batch(self, stack: Stack) -> LossAndGradients:
         """The function of a step's only microbatch."""
@@ -161,8 +168,11 @@ class Accumulation:
         def one(parameter: Parameter, gradient: jax.Array) -> jax.Array:
             pending, layers = parameter.pending(placement), len(parameter.stack)
             if not (lead or pending):
-                return gradient
-            each, home = (parameter.stacked_sharding(placement, part) for part in ("gradients", "optimizer"))
+                if not (placement.weights_first and parameter.tensor.axes == ("D",)):
+                    return gradient
+                # Else partitioners split it in all loops as the update reads it.
+                return jax.lax.optimization_barrier(parameter.hold_sum(gradient, placement))
+            each, home = parameter.sum_sharding(placement), parameter.stacked_sharding(placement, "optimizer")
 
             def local(own: jax.Array) -> jax.Array:
                 own = own[0] if lead else own

@@ -1,15 +1,16 @@
-"""Steps of an engine as a program a layer, for CPUs and GPUs: each layer's weights and pages are arrays of their own.
+"""Steps of an engine written out layer by layer, for CPUs and GPUs: each layer's weights and pages are own arrays.
 
 A loop over stacked layers copies a layer's weights out of the stack each time there, since products of XLA read whole
-buffers: up to three times the bytes of a step that decodes. A program a layer costs some dozen microseconds instead.
+buffers: up to three times the bytes of a step that decodes. Some layers are one program, and those alike share one.
 Not here: the step itself (`steps`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -19,10 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.runtime.devices import one_at_a_time
 from meshwise.runtime.layers import Stack
-from meshwise.runtime.paged import PagedStep, Rows
 from meshwise.runtime.params import Run, Tree
-from meshwise.runtime.steps import ROW, Bucket, PagedModel, Pool, StepArrays
+from meshwise.runtime.steps import Bucket, PagedModel, Pool, StepArrays
 from meshwise.runtime.weights import LoadableWeights
+
+#: Layers of a program at most. Each program costs the host some dozen microseconds, for which a GPU that decodes waits;
+#: the more layers it has, the longer it takes to compile. A CPU is the host itself.
+_TOGETHER = {"gpu": 8, "cpu": 1}
 
 #: Weights, or caches, of each layer in order.
 PerLayer = list[dict[str, jax.Array]]
@@ -39,8 +43,10 @@ class LayeredModel(PagedModel):
 
     @classmethod
     def where_faster(cls, model: PagedModel) -> PagedModel:
-        """The model as an engine runs it: layer by layer on GPUs, and on one device of a CPU."""
+        """The model as an engine runs it: layer by layer on GPUs of one process, and on one device of a CPU."""
         placement = model.stack.placement
+        if placement.mesh.is_multi_process:  # weights are taken apart where all are at hand
+            return model
         faster = placement.platform == "gpu" or (placement.platform == "cpu" and placement.mesh.size == 1)
         return cls.of(model) if faster else model
 
@@ -101,21 +107,33 @@ class LayeredModel(PagedModel):
 
     def compile(self, bucket: Bucket, sequence_pages: int) -> Any:
         """A step compiled for a bucket, as `PagedModel.compile` gives it."""
-        whole = self.abstract_logits(1).sharding
-        arrays = jax.tree.map(partial(_held, sharding=whole), StepArrays.abstract(bucket, sequence_pages))
-        blocks = {run.block: run for run, _ in self._order}
+        whole, placement = self.abstract_logits(1).sharding, self.stack.placement
+        stream = placement.named(placement.strategy.home(("B", "T", "D")))
+        arrays = jax.tree.map(partial(_held, sharding=whole), StepArrays.abstract(bucket, sequence_pages, self.ranks))
         ends = {key: own for key, own in self.abstract_weights.items() if key not in {r.key for r, _ in self._order}}
-        embed = jax.jit(self._embed, out_shardings=whole).lower(ends, arrays).compile()
-        x = _held(jax.eval_shape(self._embed, ends, arrays), whole)
-        layers = {}
-        for block, run in blocks.items():
-            own = {n: self._of_one(run, n) for n in self.parameters[run.key]}
-            pages = self._abstract_pages(run)
-            made = whole, {name: page.sharding for name, page in pages.items()}
-            one = jax.jit(self._one(block), donate_argnums=(0, 2), out_shardings=made)
-            layers[block] = one.lower(x, own, pages, arrays).compile()
-        head = jax.jit(self._head, out_shardings=whole).lower(ends, x, arrays).compile()
-        return LayeredStep(embed, [layers[run.block] for run, _ in self._order], head, whole)
+        embed = jax.jit(self._embed, out_shardings=stream).lower(ends, arrays).compile()
+        x = _held(jax.eval_shape(self._embed, ends, arrays), stream)
+        programs = {runs: self._compiled(runs, x, arrays) for runs in set(self._groups)}
+        head = jax.jit(self._logits, out_shardings=whole).lower(ends, x, arrays).compile()
+        layers = [(programs[runs], len(runs)) for runs in self._groups]
+        return LayeredStep(embed, layers, head, whole)
+
+    @property
+    def _groups(self) -> list[tuple[Run, ...]]:
+        """The runs of the layers of each program, in order; about as many in all."""
+        most = _TOGETHER[self.stack.placement.platform]
+        first = {run.block: run for run, _ in reversed(self._order)}
+        runs = [first[run.block] for run, _ in self._order]
+        edges = np.linspace(0, len(runs), -(-len(runs) // most) + 1).round().astype(int).tolist()
+        return [tuple(runs[a:b]) for a, b in pairwise(edges)]
+
+    def _compiled(self, runs: Sequence[Run], x: jax.ShapeDtypeStruct, arrays: StepArrays) -> Any:
+        """A program of some layers, which changes `x` and pages where they are."""
+        weights = [{name: self._of_one(run, name) for name in self.parameters[run.key]} for run in runs]
+        pages = [self._abstract_pages(run) for run in runs]
+        made = x.sharding, jax.tree.map(lambda page: page.sharding, pages)
+        layers = jax.jit(self._some([run.block for run in runs]), donate_argnums=(0, 2), out_shardings=made)
+        return layers.lower(x, weights, pages, arrays).compile()
 
     def _of_one(self, run: Run, name: str) -> Any:
         """Shape, format and sharding of one layer's weight."""
@@ -130,22 +148,18 @@ class LayeredModel(PagedModel):
     def _embed(self, ends: Tree, arrays: StepArrays) -> jax.Array:
         return self.stack.embed(ends, arrays.tokens[None], arrays.positions)
 
-    def _one(self, block: str) -> Any:
-        def layer(
-            x: jax.Array, weights: Mapping[str, jax.Array], pages: Mapping[str, jax.Array], arrays: StepArrays
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            rows = (Rows(1, arrays.decode_tables), Rows(ROW, arrays.prefill_tables))
-            paged = PagedStep(arrays.positions, arrays.pages, tuple(r for r in rows if r.tokens), self.pages)
-            here = replace(self.stack, around=replace(self.stack.around, paged=paged, layer=0))
-            inputs = {"x": x, "cache.k": pages["k"], "cache.v": pages["v"]}
-            made = here.run(here.block(block), inputs, weights, arrays.positions)
-            return made["x_out"], {"k": made["cache.k"], "v": made["cache.v"]}
+    def _some(self, blocks: Sequence[str]) -> Any:
+        def layers(x: jax.Array, weights: PerLayer, pages: PerLayer, arrays: StepArrays) -> tuple[jax.Array, PerLayer]:
+            around = replace(self.stack.around, paged=self._paged(arrays), layer=0)
+            here, kept = replace(self.stack, around=around), PerLayer()
+            for block, own, held in zip(blocks, weights, pages, strict=True):
+                inputs = {"x": x, "cache.k": held["k"], "cache.v": held["v"]}
+                made = here.run(here.block(block), inputs, own, arrays.positions)
+                x = made["x_out"]
+                kept.append({"k": made["cache.k"], "v": made["cache.v"]})
+            return x, kept
 
-        return layer
-
-    def _head(self, ends: Tree, x: jax.Array, arrays: StepArrays) -> jax.Array:
-        wanted = jnp.take(x, arrays.last, axis=1)
-        return self.stack.logits(ends, wanted, arrays.positions[arrays.last])[0].astype(jnp.float32)
+        return layers
 
 
 @dataclass(frozen=True)
@@ -153,12 +167,14 @@ class LayeredStep:
     """A step of compiled programs, one after the other.
 
     Args:
-        embed, layers, head: from tokens to the residual stream, of each layer in order, and to logits.
+        embed: from tokens to the residual stream.
+        layers: programs in order, each with the number of layers that it takes.
+        head: to logits.
         whole: sharding of what all devices have.
     """
 
     embed: Any
-    layers: list[Any]
+    layers: list[tuple[Any, int]]
     head: Any
     whole: Any
 
@@ -167,8 +183,11 @@ class LayeredStep:
         after = one_at_a_time if self.whole.mesh.size > 1 else _at_once
         arrays = jax.device_put(arrays, self.whole)
         x = self.embed(weights["ends"], arrays)
-        for place, layer in enumerate(self.layers):
-            x, pool[place] = after(layer(x, weights["layers"][place], pool[place], arrays))
+        begin = 0
+        for program, count in self.layers:
+            own = slice(begin, begin + count)
+            x, pool[own] = after(program(x, weights["layers"][own], pool[own], arrays))
+            begin += count
         return self.head(weights["ends"], x, arrays), pool
 
 

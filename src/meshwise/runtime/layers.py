@@ -5,7 +5,7 @@ Not here: one block (`forward`), gradients and microbatches (`train`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import Run, Segment, Tree
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import linear
+from meshwise.sharding import Sharding
 from meshwise.sharding.remat import RematPolicy, remat_policy
 
 Arrays = Mapping[str, jax.Array]
@@ -38,8 +39,6 @@ class Stack:
         segments: order of the layers.
         placement: of the layout.
         policy: what is kept for the backward pass, in layers that follow it.
-        rounds: whether something around runs layers again and again with the same weights, and differentiates all of
-            it: what is gathered for a layer belongs to its own round then.
         unroll: whether loops over layers are written out.
     """
 
@@ -48,12 +47,30 @@ class Stack:
     segments: tuple[Segment, ...]
     placement: Placement
     policy: RematPolicy
-    rounds: bool = False
     unroll: bool = False
 
     def block(self, name: str) -> Block:
         """Find a block."""
         return next(b for b in self.program if b.name == name)
+
+    def positions(self, length: int) -> jax.Array:
+        """Of the tokens of a sequence, in the order in which devices hold them [T]."""
+        zigzag = self.around.zigzag
+        return jnp.asarray(zigzag.positions(length)) if zigzag is not None else jnp.arange(length)
+
+    def in_order(self, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Numbers of tokens [microbatches, B, T], in that order: each device takes its own of all."""
+        if self.around.zigzag is None:
+            return batch
+        splits = self.placement.strategy.splits(("B", "T"), sequence=False)
+        whole, split = (Sharding.of(("B", "T"), s) for s in ({"B": splits.get("B", ())}, splits))
+
+        def one(x: jax.Array) -> jax.Array:
+            x = jax.lax.with_sharding_constraint(x, self.placement.named(whole, stack=1))
+            x = x[:, :, self.positions(x.shape[2])]
+            return jax.lax.with_sharding_constraint(x, self.placement.named(split, stack=1))
+
+        return {name: one(x) for name, x in batch.items()}
 
     def losses(self, weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         """Cross-entropy of every token: [B, T] in fp32.
@@ -68,9 +85,9 @@ class Stack:
         return self.head(weights, stream, labels)["loss"]
 
     def embed(self, weights: Tree, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """From token ids [B, T] to the residual stream; positions count from zero unless given [T]."""
+        """From token ids [B, T] to the residual stream; positions are those of the whole sequence unless given [T]."""
         if positions is None:
-            positions = jnp.arange(tokens.shape[1])
+            positions = self.positions(tokens.shape[1])
         inputs = {"tokens": tokens, "position_ids": positions}
         return self.run(self.block("embed"), inputs, weights.get("embed", {}), positions)["x"]
 
@@ -112,9 +129,7 @@ class Stack:
         self, block: Block, recomputed: frozenset[str] = frozenset()
     ) -> Callable[[jax.Array, Arrays], jax.Array]:
         def layer(x: jax.Array, weights: Arrays) -> jax.Array:
-            if self.rounds:
-                x, weights = _read_together((x, weights))
-            return self.run(block, {"x": x}, weights, jnp.arange(x.shape[1]), recomputed)["x_out"]
+            return self.run(block, {"x": x}, weights, self.positions(x.shape[1]), recomputed)["x_out"]
 
         return layer
 
@@ -154,10 +169,6 @@ class Stack:
             return run_block(block, inputs, weights, self.placement, around)
 
 
-#: Pass stream and weights on, the weights not before the stream: else JAX takes what is made of weights alone
-#: out of loops, and gathers all of them first.
-_read_together = linear(jax.lax.optimization_barrier, lambda gradients: gradients)
-
 #: Pass stream and weights on, and nothing of the stream's gradient before that of the weights is made: else a compiler
 #: may put off what only the update reads, and hold the gradient of the logits all the while.
 _gradients_together = linear(lambda both: both, jax.lax.optimization_barrier)
@@ -170,7 +181,13 @@ def _latent_rope(program: Program, block: Block) -> int | None:
 
 
 def run_segment(
-    segment: Segment, x: jax.Array, own: Mapping[str, Any], layer: Callable[[Run], Layer], *, unroll: bool = False
+    segment: Segment,
+    x: jax.Array,
+    own: Mapping[str, Any],
+    layer: Callable[[Run], Layer],
+    *,
+    unroll: bool = False,
+    reverse: bool = False,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Run the layers of a segment, in loops.
 
@@ -180,22 +197,42 @@ def run_segment(
         own: what the layers of each run read, stacked, by the run's key.
         layer: makes one layer of a run.
         unroll: whether loops are written out.
+        reverse: whether from the last layer to the first.
 
     Returns: the residual stream, and what layers give besides, stacked likewise.
     """
 
+    def repeat(body: Layer, x: jax.Array, own: Any, times: int) -> tuple[jax.Array, Any]:
+        """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
+        if times == 1:
+            return body(x, own)
+        return jax.lax.scan(body, x, own, unroll=times if unroll else 1, reverse=reverse)
+
     def once(x: jax.Array, own: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         given = {}
-        for run in segment.runs:
-            x, given[run.key] = _repeat(layer(run), x, own[run.key], run.count, unroll=unroll)
+        for run in segment.runs[:: -1 if reverse else 1]:
+            x, given[run.key] = repeat(layer(run), x, own[run.key], run.count)
         return x, given
 
-    return _repeat(once, x, own, segment.times, unroll=unroll)
+    return repeat(once, x, own, segment.times)
 
 
-def _repeat(body: Layer, x: jax.Array, own: Any, times: int, *, unroll: bool) -> tuple[jax.Array, Any]:
-    """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
-    return body(x, own) if times == 1 else jax.lax.scan(body, x, own, unroll=times if unroll else 1)
+def at_place(x: jax.Array, place: Sequence[jax.Array]) -> jax.Array:
+    """What an array holds at this place of its leading dimensions."""
+    lead = len(place)
+    start: list[jax.Array | int] = [*place, *[0] * (x.ndim - lead)]
+    return jax.lax.dynamic_slice(x, start, (*[1] * lead, *x.shape[lead:])).reshape(x.shape[lead:])
+
+
+def put_at(x: jax.Array, value: jax.Array, place: Sequence[jax.Array]) -> jax.Array:
+    """The array with another value there."""
+    lead = len(place)
+    return jax.lax.dynamic_update_slice(x, value.reshape(*[1] * lead, *value.shape), (*place, *[0] * value.ndim))
+
+
+def add_at(total: jax.Array, more: jax.Array, place: Sequence[jax.Array]) -> jax.Array:
+    """The array with more there, added in its own format."""
+    return put_at(total, at_place(total, place) + more.astype(total.dtype), place)
 
 
 def carry_caches(
@@ -209,7 +246,7 @@ def carry_caches(
         stack: the model.
         segment: order of the layers.
         weights: by run and name, as stored.
-        carried: residual stream, and the caches of each run: "k" and "v", all its layers'.
+        carried: residual stream, and the caches of each run: "k" and "v", or both in one, all its layers'.
         positions: of the tokens.
 
     Returns: the residual stream and the caches after the layers.
@@ -219,9 +256,9 @@ def carry_caches(
         def one(carry: Any, own: Any) -> tuple[Any, None]:
             (x, caches), (weights, number) = carry, own
             here = replace(stack, around=replace(stack.around, layer=number))
-            inputs = {"x": x, "cache.k": caches[run.key]["k"], "cache.v": caches[run.key]["v"]}
+            inputs = {"x": x, **{f"cache.{name}": held for name, held in caches[run.key].items()}}
             made = here.run(here.block(run.block), inputs, weights, positions)
-            return (made["x_out"], {**caches, run.key: {"k": made["cache.k"], "v": made["cache.v"]}}), None
+            return (made["x_out"], {**caches, run.key: {n: made[f"cache.{n}"] for n in caches[run.key]}}), None
 
         return one
 

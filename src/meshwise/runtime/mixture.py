@@ -8,7 +8,7 @@ here: experts without slots (`ragged`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,16 +120,22 @@ class Experts:
         tokens = x.reshape(-1, x.shape[-1])
         picked = chosen.reshape(tokens.shape[0], -1)
         ways = self._ways(picked)
-        values: dict[str, jax.Array] = dict(weights)
-        values[self.dispatch.output.name] = self._leave(self.dispatch, tokens[:, None, :], ways)
+        values: dict[str, Iterator[jax.Array]] = {}
+
+        def keep(t: Tensor, made: jax.Array) -> None:
+            readers = sum(t.name == read.name for op in (*self.ops, self.combine) for read in op.inputs)
+            values[t.name] = iter(self._for_each(made, readers, ways))
+
+        keep(self.dispatch.output, self._leave(self.dispatch, tokens[:, None, :], ways))
         for op in self.ops:
             if isinstance(op, Route):  # the gates, on the way that the tokens took
-                values[op.output.name] = self._leave(op, gates.reshape(picked.shape), ways)
+                keep(op.output, self._leave(op, gates.reshape(picked.shape), ways))
                 continue
             with jax.named_scope(op.name):
-                out = self._run(op, [values[t.name] for t in op.inputs], ways)
-            values[op.output.name] = checkpoint_name(out, op.output.name)
-        back = self._return(values[self.combine.inputs[0].name], ways)
+                inputs = [weights[t.name] if t.kind is Kind.WEIGHT else next(values[t.name]) for t in op.inputs]
+                out = self._run(op, inputs, ways)
+            keep(op.output, checkpoint_name(out, op.output.name))
+        back = self._return(next(values[self.combine.inputs[0].name]), ways)
         made = jnp.sum(back.astype(jnp.float32), axis=1).astype(x.dtype)
         return self._settle(made.reshape(*x.shape[:2], -1))
 
@@ -155,6 +161,10 @@ class Experts:
         ours = jax.nn.one_hot(picked.reshape(-1), experts, dtype=jnp.int32)
         before = jnp.sum((jnp.cumsum(ours, axis=0) - ours) * ours, axis=-1).reshape(picked.shape)
         return jnp.where(before < count, picked * count + before, experts * count), count
+
+    def _for_each(self, made: jax.Array, readers: int, ways: Any) -> Sequence[jax.Array]:  # noqa: ARG002 -- as below
+        """What was made, for each operation that reads it."""
+        return [made] * readers
 
     def _run(self, op: Op, inputs: Sequence[jax.Array], ways: Any) -> jax.Array:  # noqa: ARG002 -- for those without slots
         """Multiply or add where the experts are."""
@@ -237,8 +247,12 @@ class Experts:
         here = (numbers >= 0) & (numbers < len(rows))
         return jnp.where(here[..., None], rows[jnp.where(here, numbers, 0)], 0)
 
+    def _source(self) -> Sharding:
+        """How tokens are split where the experts' results are combined."""
+        return self.placement.at(self.combine, self.combine.output)
+
     def _settle(self, made: jax.Array) -> jax.Array:
         """Complete partial sums of [b, t, D], and leave each device what it holds of them."""
-        source, home = self.placement.at(self.combine, self.combine.output), self.combine.output.axes
+        source, home = self._source(), self.combine.output.axes
         partial = tuple(a for a in (*self._partial_over, *self._copied) if a not in self._gathered)
         return complete(made, source, self.placement.strategy.home(home), partial, self.placement)

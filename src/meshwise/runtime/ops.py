@@ -24,6 +24,7 @@ from meshwise.models.numerics import Numerics, Rotary, Scaling
 from meshwise.runtime.paged import PagedStep
 from meshwise.runtime.products import align
 from meshwise.runtime.refusals import elementwise_of
+from meshwise.runtime.zigzag import Zigzag
 
 Arrays = Sequence[jax.Array]
 
@@ -43,6 +44,7 @@ class Surroundings:
         recomputed: names of the operations that the backward pass runs again.
         paged: where the tokens' sequences have their cache, if it is paged.
         layer: number of the layer that runs among those of its cache, if it has one.
+        zigzag: the order of positions, if they are not in their own.
     """
 
     numerics: Numerics
@@ -58,6 +60,7 @@ class Surroundings:
     recomputed: frozenset[str] = frozenset()
     paged: PagedStep | None = None
     layer: Any = 0
+    zigzag: Zigzag | None = None
 
     @property
     def rotary(self) -> Rotary:

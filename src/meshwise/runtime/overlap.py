@@ -21,7 +21,7 @@ _GPU = {
     "xla_gpu_memory_limit_slop_factor": 150,
 }
 
-#: How many collectives may be in flight: one, unless it is given. They follow one another on the wires, but the next
+#: How many collectives may be in flight: XLA's own choice is one. They follow one another on the wires, but the next
 #: one need not wait until the program has come to the end of the one before.
 _IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
@@ -52,17 +52,19 @@ def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> d
             are exchanged besides.
     """
     options = dict(_OPTIONS.get(platform, {}))
-    if platform in ("gpu", "cuda") and (many := _in_flight(layout)) > 1:
+    if platform in ("gpu", "cuda"):
+        many = _in_flight(layout)
         options[_IN_FLIGHT] = min(many, 2) if ragged and layout.expert == 1 else many
     return options
 
 
 def _in_flight(layout: Layout) -> int:
-    """As many collectives as weights of a layer are gathered ahead, and those of activations beside them.
+    """As many collectives as weights of a layer are gathered ahead, and others beside them.
 
-    With more, one that is soon needed stands behind many that are not. Where each gradient goes through two sums, over
-    fsdp and over data (zero), the second of them would wait for the first until late: one at a time.
+    Activations' own, or sums over data where weights' gradients come first (`Placement.weights_first`), of which all
+    of a layer may wait for its last products. Beside both, by schedules that were compared, one at a time.
     """
+    activations = layout.tensor * layout.context * layout.ulysses > 1
     if layout.zero and layout.data > 1:
-        return 1
-    return 8 if layout.tensor * layout.context * layout.ulysses > 1 else 4
+        return 1 if activations or layout.expert * layout.stage > 1 else 8
+    return 8 if activations else 4

@@ -32,6 +32,10 @@ def dtype_of(format_: DType) -> Any:
     return {DType.FP32: jnp.float32, DType.BF16: jnp.bfloat16}[format_]
 
 
+#: Layers of a period that may be written out; longer ones are compiled as loops, once each kind.
+_WRITTEN_OUT = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Equal layers one after another.
@@ -65,7 +69,7 @@ class Segment:
         return jnp.arange(self.times * run.count, dtype=jnp.int32).reshape(self.stack(run))
 
 
-def plan_segments(order: Sequence[str], remat_layers: int | None = None) -> tuple[Segment, ...]:
+def plan_segments(order: Sequence[str], remat_layers: int | None = None, *, keeps: bool = False) -> tuple[Segment, ...]:
     """Write the order of layers as segments.
 
     >>> for s in plan_segments(["local", "local", "global"] * 3 + ["local"]):
@@ -76,11 +80,12 @@ def plan_segments(order: Sequence[str], remat_layers: int | None = None) -> tupl
     Args:
         order: block of each layer.
         remat_layers: how many layers, from the first, follow the remat policy; None for all.
+        keeps: whether what these make is kept for the backward pass, as it is of all others.
     """
     at = len(order) if remat_layers is None else remat_layers
     parts = [(list(order[:at]), True), (list(order[at:]), False)]
     found = [segment for part, remat in parts for segment in _segments(part, remat)]
-    return _with_keys(found)
+    return _with_keys([_written_out(s) if keeps or not s.runs[0].remat else s for s in found])
 
 
 def _segments(order: list[str], remat: bool) -> list[Segment]:
@@ -97,6 +102,16 @@ def _segments(order: list[str], remat: bool) -> list[Segment]:
         if sum(len(s.runs) for s in found) < sum(len(s.runs) for s in best):
             best = found
     return best
+
+
+def _written_out(segment: Segment) -> Segment:
+    """Short periods layer by layer: of a loop in a loop, what the inner one stacks is copied by the outer one.
+
+    Only where much is kept: what several layers compute again a compiler may hold all at once.
+    """
+    if segment.times == 1 or sum(run.count for run in segment.runs) > _WRITTEN_OUT:
+        return segment
+    return replace(segment, runs=tuple(replace(r, count=1) for r in segment.runs for _ in range(r.count)))
 
 
 def _runs(order: list[str], remat: bool) -> tuple[Run, ...]:
@@ -159,7 +174,18 @@ class Parameter:
     def stacked_sharding(self, placement: Placement, part: str) -> Sharding:
         """How it is stored: part "weights", "gradients" or "optimizer" of the rule tables, layers numbered in front."""
         stack = tuple(("stage",) if self.staged and place == 0 else () for place in range(len(self.stack)))
-        return Sharding((*stack, *placement.strategy.stored(self.tensor.axes, part).splits))
+        own = placement.strategy.stored(self.tensor.axes, part)
+        return Sharding((*stack, *(own if part == "weights" else self._over_stages(own, placement)).splits))
+
+    def _over_stages(self, own: Sharding, placement: Placement) -> Sharding:
+        """Split what stages share over them, too, along a dimension that no replicas split."""
+        if self.staged or "stage" not in placement.axes:
+            return own
+        sizes, optimizer = self.shape[len(self.stack) :], placement.strategy.stored(self.tensor.axes, "optimizer")
+        for place, (size, axes) in enumerate(zip(sizes, optimizer.splits, strict=True)):
+            if {*placement.split(axes)} <= {"tensor"} and size % (placement.ways((*axes, "stage"))) == 0:
+                return Sharding((*own.splits[:place], (*axes, "stage"), *own.splits[place + 1 :]))
+        return own
 
     def named(self, placement: Placement, part: str, lead: tuple[str, ...] = ()) -> NamedSharding:
         """JAX's sharding of the array that holds it; `lead` are mesh axes of dimensions in front."""
@@ -181,15 +207,20 @@ class Parameter:
         pending, layers = self.pending(placement), len(self.stack)
         return (*self.stack, *[placement.ways(pending)] * bool(pending), *self.shape[layers:])
 
+    def sum_sharding(self, placement: Placement) -> Sharding:
+        """How that array is split, but for what is numbered."""
+        layers = self.stacked_sharding(placement, placement.reduces).splits[: len(self.stack)]
+        return Sharding((*layers, *self._over_stages(placement.reduced(self.tensor.axes), placement).splits))
+
     def sum_spec(self, placement: Placement) -> PartitionSpec:
         """How that array is split."""
-        layers = self.stacked_sharding(placement, placement.reduces).splits[: len(self.stack)]
-        own = placement.sum_spec(placement.reduced(self.tensor.axes))
-        return PartitionSpec(*placement.spec(Sharding(layers)), *own)
+        whole, layers = self.sum_sharding(placement), len(self.stack)
+        own = placement.sum_spec(Sharding(whole.splits[layers:]))
+        return PartitionSpec(*placement.spec(Sharding(whole.splits[:layers])), *own)
 
     def hold_sum(self, x: jax.Array, placement: Placement, lead: tuple[str, ...] = ()) -> jax.Array:
         """Keep that array where it is added up; `lead` as in `named`."""
-        spec = PartitionSpec(*lead, *self.sum_spec(placement))
+        spec = PartitionSpec(*lead, *self.sum_spec(replace(placement, outside=placement.outside | {*lead})))
         return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
 
 

@@ -191,15 +191,20 @@ def multiply(
     held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)
     partial = [m for s in splits.values() for m in s if m not in held.splitting_axes]
 
-    def reduced(x: jax.Array, gradient: jax.Array, dtype: Any) -> jax.Array:
-        def local(x: jax.Array, gradient: jax.Array) -> jax.Array:
+    def reduced(x: jax.Array, gradient: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        def local(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
             part = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
-            return placement.add_up(part, held, back, partial)
+            if first:
+                part, gradient = jax.lax.optimization_barrier((part, gradient))
+            return placement.add_up(part, held, back, partial), gradient
 
         reads = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in (op.inputs[0], op.output))
-        return placement.local(local, reads, placement.sum_spec(back))(x, gradient)
+        return placement.local(local, reads, (placement.sum_spec(back), reads[1]))(x, gradient)
 
-    return product(letters, x, w, reduced, in_turn=op.name == "lm_head")
+    gathered = placement.spec(held) != placement.spec(placement.strategy.stored(op.inputs[1].axes, "weights"))
+    in_turn = op.name == "lm_head" and (gathered or not placement.weights_first)
+    first = placement.weights_first and not in_turn
+    return product(letters, x, w, reduced, first=first, in_turn=in_turn)
 
 
 def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:

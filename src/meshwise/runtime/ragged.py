@@ -6,7 +6,7 @@ and sizes follow from how many rows every device has for every expert. Not here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwise.core.tensors import Einsum, Kind, Op, Route
-from meshwise.runtime.mixture import Experts
+from meshwise.core.tensors import Einsum, Elementwise, Kind, Op, Route
+from meshwise.runtime.mixture import Arrays, Experts
+from meshwise.runtime.ops import elementwise
 from meshwise.runtime.shardings import part_index
 from meshwise.runtime.watched import Watched, plain, with_gradient
+from meshwise.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,14 @@ class RaggedExchange:
         mine = self._of(self.sizes).reshape(-1)
         inward = self._of(of_group).reshape(-1), mine, self._of(of_device).reshape(-1)
         (start, size, place), came = (outward, mine) if there else (inward, self.sizes[here])
-        empty = self._empty(rows, self.room if there else count)
+        empty = self._empty((self.room if there else count, *rows.shape[1:]), rows.dtype, start)
         return jax.lax.ragged_all_to_all(rows, empty, start, size, place, came, axis_name=self.axis)
 
-    def _empty(self, rows: jax.Array, count: int) -> jax.Array:
-        """As many rows of the same kind, whatever is in them."""
-        kernel, shape = _kernel(self.platform), (count, *rows.shape[1:])
-        made: jax.Array = jnp.zeros(shape, rows.dtype) if kernel is None else kernel.unwritten(shape, rows)
+    def _empty(self, shape: tuple[int, ...], dtype: Any, after: jax.Array) -> jax.Array:
+        """Rows with whatever is in them."""
+        if (kernel := _kernel(self.platform)) is None:
+            return jnp.zeros(shape, dtype)
+        made: jax.Array = kernel.unwritten(jax.ShapeDtypeStruct(shape, dtype), after)
         return made
 
 
@@ -164,6 +167,13 @@ def _kernel(platform: str) -> Any:
     return gpu_grouped
 
 
+def gpu_rows() -> Any:
+    """The module of kernels for elementwise operations."""
+    from meshwise.runtime.kernels import gpu_rows as found  # noqa: PLC0415  (loads Pallas)
+
+    return found
+
+
 def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, groups: Groups) -> jax.Array:
     """Multiply each group's rows with its matrix.
 
@@ -228,6 +238,67 @@ class Order:
         return moved
 
 
+def each_row(
+    function: Callable[..., jax.Array], operands: Sequence[tuple[str, Any]], groups: Groups, made: Any, *, linear: bool
+) -> jax.Array:
+    """Apply an elementwise function to rows that are of a group, by a kernel.
+
+    Args:
+        function: of blocks (`kernels.gpu_rows`).
+        operands: each with its form there; vectors may be watched.
+        groups: of the rows.
+        made: shape and format of the result [n, width].
+        linear: whether the function adds its operands.
+    """
+    kernel = gpu_rows()
+    forms = [form for form, _ in operands]
+
+    def merged(rows: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> list[tuple[Any, jax.Array]]:
+        left = {True: iter(vectors), False: iter(rows)}
+        return [(form, next(left[form == "vectors"])) for form in forms]
+
+    def forward(given: Any, *vectors: jax.Array) -> tuple[jax.Array, Any]:
+        rows, sizes = given
+        known = sizes, groups.mean
+        out = kernel.apply(function, merged(rows, vectors), known, made, rest=groups.rest)
+        return out, ((() if linear else rows), vectors, sizes)
+
+    def backward(kept: Any, gradient: jax.Array, *dtypes: Any) -> tuple[Any, ...]:
+        rows, vectors, sizes = kept
+        known = sizes, groups.mean
+        if linear:
+            d_rows = (gradient,) * (len(forms) - len(vectors))
+            own, given = sum_of, [("vectors", v) for v in vectors]
+        else:
+            own, given = function, merged(rows, vectors)
+            d_rows = kernel.gradients(own, given, known, gradient, rest=groups.rest)
+        d_vectors = kernel.sums(own, given, known, gradient, dtypes) if vectors else ()
+        return (d_rows, None), *d_vectors
+
+    rows, vectors = (tuple(x for form, x in operands if (form == "vectors") is many) for many in (False, True))
+    found: jax.Array = with_gradient(forward, backward, (rows, groups.sizes), *vectors)
+    return found
+
+
+def sum_of(*blocks: jax.Array) -> jax.Array:
+    """Add blocks up."""
+    return sum(blocks[1:], blocks[0])
+
+
+def for_each(rows: jax.Array, readers: int, groups: Groups) -> Sequence[jax.Array]:
+    """Rows for each of those that read them, whose gradients a kernel adds up."""
+    shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+
+    def backward(sizes: jax.Array, gradients: Sequence[jax.Array]) -> tuple[Any]:
+        operands = [("rows", g) for g in gradients]
+        return ((gpu_rows().apply(sum_of, operands, (sizes, groups.mean), shape, rest=groups.rest), None),)
+
+    copies: Sequence[jax.Array] = with_gradient(
+        lambda given: ((given[0],) * readers, given[1]), backward, (rows, groups.sizes)
+    )
+    return copies
+
+
 #: Of the rows of both, one matrix for each group of them.
 _SUMMED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
@@ -255,7 +326,29 @@ class _Ways:
 
 @dataclass(frozen=True)
 class RaggedExperts(Experts):
-    """The routed part of a block; fields as in `Experts`. Rows of experts are arrays [1, rows, width]."""
+    """The routed part of a block; fields as in `Experts`. Rows of experts are arrays [1, rows, width].
+
+    Where there is no ragged exchange (CPU), devices gather all tokens, and each works on those of its own experts.
+    """
+
+    @property
+    def _assembled(self) -> tuple[str, ...]:
+        """Mesh axes over which tokens are gathered for that."""
+        tokens = super()._token_axes
+        return tuple(a for a in self._split if a in tokens) if self.placement.platform == "cpu" else ()
+
+    @property
+    def _token_axes(self) -> frozenset[str]:
+        return super()._token_axes - frozenset(self._assembled)
+
+    def _local(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:
+        for a in reversed(self._assembled):
+            x, gates, chosen = (jax.lax.all_gather(v, a, axis=1, tiled=True) for v in (x, gates, chosen))
+        return super()._local(x, gates, chosen, weights)
+
+    def _source(self) -> Sharding:
+        gathered, source = self._assembled, super()._source()
+        return Sharding(tuple(tuple(a for a in split if a not in gathered) for split in source.splits))
 
     def _ways(self, picked: jax.Array) -> _Ways:
         """Plan the ways of rows from the experts of each token [tokens, top_k]."""
@@ -310,6 +403,8 @@ class RaggedExperts(Experts):
             assert expert in op.output.axes and summed in op.contracted, f"{op.name} multiplies by [E, in, out]"  # noqa: PT018
             groups = replace(ways.groups, major=self._gathered_axis(op))
             return grouped_product(inputs[0][0], inputs[1], groups)[None]
+        if self._few(ways) and not self._partial_after(op):
+            return self._each_row(op, inputs, ways)
         rows = list(inputs)
         for place, t in enumerate(op.inputs):
             if t.kind is Kind.WEIGHT:  # of each expert: of each row, by its expert
@@ -317,6 +412,31 @@ class RaggedExperts(Experts):
                 rows[place] = jnp.concatenate([of_each, jnp.zeros_like(of_each[:1])])[ways.expert][None]
         tensors = tuple(replace(t, axes=op.output.axes) if t.kind is Kind.WEIGHT else t for t in op.inputs)
         return self._compute(replace(op, inputs=tensors), rows)
+
+    def _few(self, ways: _Ways) -> bool:
+        """Whether most rows may be empty, and a kernel can leave them alone."""
+        return ways.groups.mean < len(ways.expert) and _kernel(ways.groups.platform) is not None
+
+    def _for_each(self, made: jax.Array, readers: int, ways: _Ways) -> Sequence[jax.Array]:
+        if readers < 2 or made.ndim < 3 or not self._few(ways):  # gates are few bytes
+            return super()._for_each(made, readers, ways)
+        return [rows[None] for rows in for_each(made[0], readers, ways.groups)]
+
+    def _each_row(self, op: Op, inputs: Sequence[Any], ways: _Ways) -> jax.Array:
+        """Run an elementwise operation on the rows that came; axes of blocks are [rows, columns]."""
+        assert isinstance(op, Elementwise), f"refused before: {op.name}"
+        of_rows = op.output.axes[1:]
+        tensors = [replace(t, axes=of_rows if t.kind is Kind.WEIGHT else t.axes[1:]) for t in op.inputs]
+        own = replace(op, inputs=tuple(tensors), output=replace(op.output, axes=of_rows))
+        forms = ["vectors" if t.kind is Kind.WEIGHT else "rows" if len(t.axes) > 1 else "numbers" for t in own.inputs]
+        operands = [(form, x if form == "vectors" else x[0]) for form, x in zip(forms, inputs, strict=True)]
+        width = next(jax.tree.leaves(x)[0].shape[-1] for form, x in operands if form != "numbers")
+        made = jax.ShapeDtypeStruct((len(ways.expert), width), self.around.activations)
+
+        def function(*blocks: jax.Array) -> jax.Array:
+            return elementwise(own, blocks, self.around)
+
+        return each_row(function, operands, ways.groups, made, linear=op.linear)[None]
 
     def _gathered_axis(self, op: Einsum) -> int:
         """Which axis of a product's weight was gathered: outermost in memory then, as devices sent it."""

@@ -16,6 +16,7 @@ from meshwise.models import Model
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import check_remat
+from meshwise.sharding.serving import ServingLayout
 from meshwise.sharding.strategy import Strategy, iteration_space
 
 if TYPE_CHECKING:
@@ -120,6 +121,37 @@ def check_job(job: TrainingJob) -> None:
         )
     if not job.tuning.full:
         raise MeshwiseError(f"fine_tune {job.fine_tune!r}: adapters are planned, but not yet executed; use full")
+
+
+#: Tokens of a page of an engine's cache.
+PAGE_TOKENS = 16
+
+#: Mesh axes that an engine's layout may have.
+SERVED = ("tensor", "cache", "expert")
+
+
+def check_served(layout: ServingLayout, model: Model) -> None:
+    """Refuse a serving layout that the engine does not execute, or that the model has no experts for.
+
+    Raises:
+        LayoutError: names the axis, or the choice.
+    """
+    for axis, size in layout.sizes.items():
+        if size > 1 and axis not in SERVED:
+            raise LayoutError(
+                f"serve: {axis}={size} is planned, but not yet executed by the engine, which splits over "
+                f"{', '.join(SERVED)}"
+            )
+    if layout.expert > 1 and not model.mixtures:
+        raise LayoutError(
+            f"serve: expert={layout.expert} shares out experts, and {model.name} has none; for engines that work apart "
+            f"give --replicas {layout.expert}"
+        )
+    if layout.cache > 1 and layout.cache_split != "sequence":
+        raise LayoutError(
+            f"serve: cache={layout.cache},cache_split={layout.cache_split} is planned, but not yet executed by the "
+            "engine; write cache_split=sequence"
+        )
 
 
 def check_layout(layout: Layout, model: Model) -> None:

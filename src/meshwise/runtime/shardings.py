@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
+from itertools import groupby, permutations
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -106,9 +106,22 @@ class Placement:
         """How an operation reads or makes a tensor."""
         return Sharding.of(t.axes, self.splits(op))
 
+    @property
+    def weights_first(self) -> bool:
+        """Whether gradients of weights are made before those of activations, so that they travel meanwhile.
+
+        Where activations travel, too, these come first, and products for weights are what is made beside them.
+        """
+        return {*self.mesh.axis_names} <= {"data", "fsdp"} and self.mesh.size > 1
+
     def reduced(self, axes: tuple[str, ...]) -> Sharding:
-        """Where the gradient of a weight with these axes is reduced to."""
-        return self.strategy.stored(axes, self.reduces)
+        """Where the gradient of a weight with these axes is reduced to: of vectors along the stream whole.
+
+        ReduceScatters of these in every layer would hold up those of matrices, as what makes them is one with what
+        makes the stream's gradient; compilers take an AllReduce out of the loop over layers.
+        """
+        whole = axes == ("D",) and self.weights_first and not self.once
+        return Sharding(((),)) if whole else self.strategy.stored(axes, self.reduces)
 
     def pending(self, back: Sharding) -> tuple[str, ...]:
         """Mesh axes over which a gradient that is split as `back` waits for the end of the step."""
@@ -205,13 +218,15 @@ def complete(
     for dimension, (before, after) in enumerate(zip(source.splits, home.splits, strict=True)):
         had, wanted = placement.split(before), placement.split(after)
         assert wanted[: len(had)] == had, f"{source} to {home}"
-        for a in wanted[len(had) :]:
-            if a in waiting:  # one after the other, as planned: the second has less to send
-                waiting.remove(a)
-                x = jax.lax.psum_scatter(x, a, scatter_dimension=dimension, tiled=True)
-            else:
-                each = x.shape[dimension] // placement.mesh.shape[a]
-                x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(a) * each, each, axis=dimension)
+        for summed, axes in groupby(wanted[len(had) :], waiting.__contains__):
+            together = tuple(axes)
+            if summed:  # at once, as planned: one axis after the other, the first would carry all of it
+                for at_once in [together] if placement.platform != "tpu" else [(a,) for a in together]:
+                    x = jax.lax.psum_scatter(x, at_once, scatter_dimension=dimension, tiled=True)
+                continue
+            each = x.shape[dimension] // placement.ways(together)
+            x = jax.lax.dynamic_slice_in_dim(x, part_index(together, placement) * each, each, axis=dimension)
+    waiting = [a for a in waiting if not any(a in split for split in home.splits)]
     return jax.lax.psum(x, tuple(waiting)) if waiting else x
 
 

@@ -1,28 +1,58 @@
 """The stages of a pipeline as one program: what all of them run at once, and what each holds of its own.
 
-Arrays have a dimension of stages in front. Every stage has embedding and head of its own and runs both; those of one
-stage count. Not here: in which order they work (`pipeline`), layers.
+Arrays have a dimension of stages in front. Every stage has a copy of embedding and head, and runs both on its part of
+each microbatch's positions. Not here: in which order they work (`pipeline`), layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.costs.schedules import Rounds
 from meshwise.runtime.circle import Circle
-from meshwise.runtime.layers import Stack
-from meshwise.runtime.params import Parameter, Tree
-from meshwise.runtime.watched import mapped
+from meshwise.runtime.layers import Layer, Stack, add_at, at_place, put_at, run_segment
+from meshwise.runtime.params import Parameter, Run, Segment, Tree
+from meshwise.runtime.watched import mapped, sunk
 
 #: Mesh axis of the stages.
 STAGE = "stage"
+#: Axes of the stream between stages.
+_STREAM = ("B", "T", "D")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("leaves",), meta_fields=("structure",))
+@dataclass(frozen=True)
+class Kept:
+    """What layers of a run keep from their forward to their backward pass.
+
+    Args:
+        leaves: arrays of all layers of several pieces: [stages, places, layers ..., own dimensions ...].
+        structure: of the function that goes back, whose leaves they are of one layer.
+    """
+
+    leaves: list[jax.Array]
+    structure: Any
+
+
+class PieceRun(NamedTuple):
+    """A microbatch in a piece, of each stage its own.
+
+    Args:
+        piece: number of the piece: int32 [stages].
+        place: where what its forward pass keeps is: likewise.
+    """
+
+    piece: jax.Array
+    place: jax.Array
 
 
 @dataclass(frozen=True)
@@ -36,6 +66,7 @@ class Stages:
         parameters: by run and name.
         accumulates: format in which gradients are added up.
         reductions: format in which they are made and reduced.
+        sequences, length: of a microbatch, and positions of one.
     """
 
     stack: Stack
@@ -43,6 +74,8 @@ class Stages:
     parameters: Mapping[str, Mapping[str, Parameter]]
     accumulates: Any
     reductions: Any
+    sequences: int
+    length: int
 
     @property
     def count(self) -> int:
@@ -111,13 +144,60 @@ class Stages:
         tied = self.stack.block("head").tied
         return {"head": weights.get("head", {}), "embed": {name: weights["embed"][name] for name in tied}}
 
+    # Embedding and head: each stage has a part of the positions of every microbatch
+
+    @property
+    def _deals(self) -> bool:
+        """Whether the positions of a device divide over the stages; else each stage works on all."""
+        return self.length % (self._ways * self.count) == 0
+
+    @property
+    def _ways(self) -> int:
+        """Devices over which the positions of a stream are split."""
+        placement = self.stack.placement
+        return placement.ways(placement.strategy.home(_STREAM).splits[1])
+
+    def dealt_numbers(self, x: jax.Array) -> jax.Array:
+        """Of numbers [..., T] each stage's: [stages, ..., positions]."""
+        if not self._deals:
+            return jnp.broadcast_to(x, (self.count, *x.shape))
+        apart = x.reshape(*x.shape[:-1], self._ways, self.count, -1)
+        return jnp.moveaxis(apart, -2, 0).reshape(self.count, *x.shape[:-1], -1)
+
+    def dealt(self, x: jax.Array) -> jax.Array:
+        """Deal the last stage's stream to all: [stages, B, T, D] -> [stages, B, positions, D]."""
+        x = jnp.where(of_stages(self.numbers == self.count - 1), x, 0)
+        if not self._deals:
+            return x
+
+        def deal(x: jax.Array) -> jax.Array:
+            return jax.lax.psum_scatter(x, STAGE, scatter_dimension=2, tiled=True)
+
+        return self.stack.placement.local(deal, self.spec(), self.spec())(x)
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """The way back, to every stage."""
+        if not self._deals:
+            return x
+
+        def join(x: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(x, STAGE, axis=2, tiled=True)
+
+        return self.stack.placement.local(join, self.spec(), self.spec())(x)
+
     def embedded(self, weights: Tree, tokens: jax.Array) -> jax.Array:
-        """Each stage's stream of these tokens: [B, T] -> [stages, B, T, D]."""
+        """Streams of all microbatches, dealt: [microbatches, B, T] -> [stages, microbatches, B, positions, D]."""
+        count, sequences = tokens.shape[0], self.sequences
+        # One sequence of all microbatches, position by position: the table is gathered once.
+        numbers = jnp.moveaxis(self.dealt_numbers(tokens), 1, -1)  # [stages, B, positions, microbatches]
+        positions = jnp.repeat(self.dealt_numbers(self.stack.positions(self.length)), count, axis=1)
 
-        def one(own: Any) -> jax.Array:
-            return self.stack.embed({"embed": own}, tokens)
+        def one(own: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+            x = self.stack.embed({"embed": own}, tokens.reshape(sequences, -1), positions)
+            return jnp.moveaxis(x.reshape(sequences, -1, count, x.shape[-1]), 2, 0)
 
-        return self._constrain(jax.vmap(one, spmd_axis_name=STAGE)(weights["embed"]))
+        made = jax.vmap(one, spmd_axis_name=STAGE)(weights["embed"], numbers, positions)
+        return self._constrain(made, 1)
 
     def head(self, weights: Tree, y: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
         """Loss of what leaves the last stage, and its gradients for the weights of each stage and for y.
@@ -126,33 +206,141 @@ class Stages:
             weights: of `read_by_head`, each stage's own.
             y: [stages, B, T, D]; labels: [B, T].
         """
-        last = (self.numbers == self.count - 1).astype(jnp.float32)
+        shares = jnp.ones(self.count) if self._deals else (self.numbers == self.count - 1).astype(jnp.float32)
 
-        def one(weights: Tree, y: jax.Array, share: jax.Array) -> jax.Array:
+        def one(weights: Tree, y: jax.Array, labels: jax.Array, share: jax.Array) -> jax.Array:
             return jnp.sum(self.stack.head(weights, y, labels)["loss"]) * share
 
         each = jax.vmap(jax.value_and_grad(one, argnums=(0, 1)), spmd_axis_name=STAGE)
-        losses, (d_weights, d_y) = each(weights, y, last)
-        return jnp.sum(losses), (d_weights, self._constrain(d_y))
+        losses, (d_weights, d_y) = each(weights, self.dealt(y), self.dealt_numbers(labels), shares)
+        return jnp.sum(losses), (d_weights, self.joined(self._constrain(d_y)))
 
-    def run(self, weights: Tree, x: jax.Array) -> jax.Array:
-        """Run every stage's layers of one piece on its own input: [stages, B, T, D]."""
+    def places(self, weights: Tree, count: int) -> dict[str, Kept]:
+        """Zeros for what stages keep of as many pieces of one microbatch each, by run."""
+        x = jax.ShapeDtypeStruct(self._shape, self.stack.around.activations)
 
-        def one(weights: Tree, x: jax.Array) -> jax.Array:
-            for segment in self.stack.segments:
-                x = self.stack.segment(segment, weights, x)
-            return x
+        def zeros(segment: Segment, run: Run) -> Kept:
+            first = (0,) * len(next(iter(self.parameters[run.key].values())).stack)
 
-        return self._constrain(jax.vmap(one, spmd_axis_name=STAGE)(weights, x))
+            def one(x: jax.Array, own: Any) -> Any:
+                return _kept(jax.vjp(self.stack.layer(segment, run), x, own)[1], own)
 
-    def empty(self, tokens: jax.Array, *lead: int) -> jax.Array:
-        """Streams of zeros of microbatches like these: [stages, ..., B, T, D]."""
-        shape = (self.count, *lead, *tokens.shape[1:], int(self.stack.program.sizes["D"]))
-        return self._constrain(jnp.zeros(shape, self.stack.around.activations), len(lead))
+            own = jax.eval_shape(lambda own: jax.tree.map(lambda w: w[first], own), weights[run.key])
+            each = jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.count, *a.shape), a.dtype), (x, own))
+            # As `forward` runs it: what goes back knows over which mesh axes its arrays are split.
+            leaves, structure = jax.tree.flatten(jax.eval_shape(jax.vmap(one, spmd_axis_name=STAGE), *each))
+            sizes = (self.count, count, *segment.stack(run))
+            return Kept([jnp.zeros((*sizes, *leaf.shape[1:]), leaf.dtype) for leaf in leaves], structure)
+
+        return {run.key: zeros(segment, run) for segment in self.stack.segments for run in segment.runs}
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """Of a microbatch's stream."""
+        return (self.sequences, self.length, int(self.stack.program.sizes["D"]))
+
+    def forward(
+        self, weights: Tree, x: jax.Array, kept: Mapping[str, Kept], at: PieceRun
+    ) -> tuple[jax.Array, Mapping[str, Kept]]:
+        """Run every stage's layers of one piece on its own input: [stages, B, T, D].
+
+        Args:
+            weights: of layers; x: the input.
+            kept: of `places`.
+            at: which piece each stage runs.
+
+        Returns: their output, and `kept` with what the backward pass reads.
+        """
+
+        def one(weights: Tree, x: jax.Array, kept: Mapping[str, Kept], at: PieceRun) -> Any:
+            def layer(segment: Segment, run: Run, carry: Any, number: jax.Array) -> Any:
+                x, kept = carry
+                own, place = self._at(weights, segment, run, at, number)
+                y, back = jax.vjp(self.stack.layer(segment, run), x, own)
+                leaves = [self._in_order(leaf) for leaf in jax.tree.leaves(_kept(back, own))]
+                held = zip(kept[run.key].leaves, leaves, strict=True)
+                written = replace(kept[run.key], leaves=[put_at(to, leaf, place) for to, leaf in held])
+                return (y, {**kept, run.key: written}), None
+
+            return self._layers(layer, (x, kept))[0]
+
+        y, kept = jax.vmap(one, spmd_axis_name=STAGE)(weights, x, kept, at)
+        return self._constrain(y), kept
+
+    def backward(
+        self, weights: Tree, kept: Mapping[str, Kept], d_x: jax.Array, gradients: Tree, at: PieceRun
+    ) -> tuple[jax.Array, Tree]:
+        """Run every stage's layers of one piece backward, from what their forward pass kept.
+
+        Args:
+            weights, kept, at: as of `forward`.
+            d_x: gradient of the output: [stages, B, T, D].
+            gradients: accumulators of the weights.
+
+        Returns: the gradient of the input, and the accumulators with those of the weights added.
+        """
+
+        def one(weights: Tree, kept: Mapping[str, Kept], d_x: jax.Array, gradients: Tree, at: PieceRun) -> Any:
+            def layer(segment: Segment, run: Run, d_x: jax.Array, number: jax.Array) -> Any:
+                own, place = self._at(weights, segment, run, at, number)
+                leaves = [self._in_order(at_place(leaf, place)) for leaf in kept[run.key].leaves]
+                back = _restored(jax.tree.unflatten(kept[run.key].structure, leaves), own)
+                d_x, gradients = back(d_x)
+                return d_x, sunk(gradients)
+
+            # Added up when all are there: a compiler puts off the reductions of a loop that are stored, and no others.
+            d_x, found = self._layers(layer, d_x, reverse=True)
+            return d_x, jax.tree.map(lambda total, g: add_at(total, g, self._lead_of(at)), gradients, found)
+
+        d_x, gradients = jax.vmap(one, spmd_axis_name=STAGE)(weights, kept, d_x, gradients, at)
+        return self._constrain(d_x), gradients
+
+    def _in_order(self, leaf: jax.Array) -> jax.Array:
+        """Ask XLA on GPUs for streams in the usual layout, written and read: it would copy all that is kept."""
+        if self.stack.placement.platform not in ("gpu", "cuda") or leaf.shape != self._shape:
+            return leaf
+        own, usual = PartitionSpec(*self.spec()[1:]), Layout(tuple(range(leaf.ndim)))
+        return self.stack.placement.local(lambda x: with_layout_constraint(x, usual), own, own)(leaf)
+
+    def _layers(self, layer: Callable[..., Any], carry: Any, *, reverse: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Carry something through the layers of a piece: `layer(segment, run, carry, number)` gives it to the next.
+
+        Returns: what comes out, and what layers give besides, by run.
+        """
+        given: dict[str, Any] = {}
+
+        def of_run(segment: Segment, run: Run) -> Layer:
+            return lambda carry, number: layer(segment, run, carry, number)
+
+        for segment in self.stack.segments[:: -1 if reverse else 1]:
+            numbers = {run.key: segment.numbers(run) for run in segment.runs}
+            carry, own = run_segment(
+                segment, carry, numbers, partial(of_run, segment), unroll=self.stack.unroll, reverse=reverse
+            )
+            given |= own
+        return carry, given
+
+    def _lead_of(self, at: PieceRun) -> tuple[jax.Array, ...]:
+        """Where a piece is among a stage's weights."""
+        return (at.piece,) if self.rounds.pieces > 1 else ()
+
+    def _at(
+        self, weights: Tree, segment: Segment, run: Run, at: PieceRun, number: jax.Array
+    ) -> tuple[Any, tuple[jax.Array, ...]]:
+        """Weights of a layer, and where what it keeps is."""
+        sizes = segment.stack(run)
+        layer = jnp.unravel_index(number, sizes) if sizes else ()
+        own = jax.tree.map(lambda w: at_place(w, (*self._lead_of(at), *layer)), weights[run.key])
+        return own, (at.place, *layer)
+
+    @property
+    def empty(self) -> jax.Array:
+        """Streams of zeros: [stages, B, T, D]."""
+        return self._constrain(jnp.zeros((self.count, *self._shape), self.stack.around.activations))
 
     def spec(self, lead: int = 0) -> PartitionSpec:
         """How streams [stages, ..., B, T, D] are split."""
-        home = self.stack.placement.spec(self.stack.placement.strategy.home(("B", "T", "D")))
+        home = self.stack.placement.spec(self.stack.placement.strategy.home(_STREAM))
         return PartitionSpec(STAGE, *[None] * lead, *home)
 
     def _constrain(self, x: jax.Array, lead: int = 0) -> jax.Array:
@@ -163,24 +351,6 @@ class Stages:
         """Hand each stage's array on to the next stage, or back to the one before; the ends are joined."""
         send = Circle(STAGE, self.count).pass_on
         return self.stack.placement.local(lambda x: send(x, by), self.spec(), self.spec())(x)
-
-    def pick(self, x: jax.Array, index: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Of [stages, n, ...], split as `spec`, each stage's own of the n: [stages, ...]."""
-
-        def own(x: jax.Array, index: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(x, index[0], axis=1, keepdims=False)
-
-        one = PartitionSpec(spec[0], *spec[2:])
-        return self.stack.placement.local(own, (spec, PartitionSpec(STAGE)), one)(x, index)
-
-    def put(self, x: jax.Array, value: jax.Array, index: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """The array with each stage's own of the n replaced; arguments and result as of `pick`."""
-
-        def own(x: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_index_in_dim(x, value, index[0], axis=1)
-
-        one = PartitionSpec(spec[0], *spec[2:])
-        return self.stack.placement.local(own, (spec, one, PartitionSpec(STAGE)), spec)(x, value, index)
 
 
 def _added_up(x: jax.Array) -> jax.Array:
@@ -199,3 +369,32 @@ def added(total: Tree, more: Tree) -> Tree:
 def of_stages(chosen: jax.Array) -> jax.Array:
     """One switch for each stage, with the dimensions of a stream behind it."""
     return chosen[:, None, None, None]
+
+
+# What a function that goes back has kept, but for weights, which are read again where they are stored -----------------
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Weight:
+    """In place of a weight: its number among the leaves."""
+
+    number: int
+
+
+def _kept(back: Any, weights: Any) -> Any:
+    leaves = jax.tree.leaves(weights)
+
+    def one(leaf: Any) -> Any:
+        return next((_Weight(number) for number, weight in enumerate(leaves) if leaf is weight), leaf)
+
+    return jax.tree.map(one, back)
+
+
+def _restored(kept: Any, weights: Any) -> Any:
+    leaves = jax.tree.leaves(weights)
+
+    def one(leaf: Any) -> Any:
+        return leaves[leaf.number] if isinstance(leaf, _Weight) else leaf
+
+    return jax.tree.map(one, kept, is_leaf=lambda leaf: isinstance(leaf, _Weight))

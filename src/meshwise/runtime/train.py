@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwise.core.tensors import Route
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.jobs import TrainingJob
+from meshwise.jobs.precision import is_projection
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
@@ -45,6 +46,7 @@ from meshwise.runtime.refusals import (
     check_model,
 )
 from meshwise.runtime.shardings import Placement
+from meshwise.runtime.zigzag import Zigzag
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
@@ -251,7 +253,9 @@ def train_step(
     if layout.stage > 1:
         order = piece_order(order, layout)
         remat_layers = None if remat_layers is None else remat_layers // pieces
-    segments = plan_segments(order, remat_layers)
+    policy = remat_policy(layout.remat)
+    products = (op for block in program if block.role == "layer" for op in block.ops if is_projection(op))
+    segments = plan_segments(order, remat_layers, keeps=all(map(policy.keeps, products)))
     around = Surroundings(
         numerics,
         activations=dtype_of(job.formats.activations),
@@ -260,9 +264,9 @@ def train_step(
         collective_matmul=layout.collective_matmul,
         expert_dispatch=layout.dispatch(dropless=job.capacity_factor is None, nvidia=placement.is_nvidia),
         loss=layout.loss,
+        zigzag=Zigzag.of(program, placement, int(job.seq_len)),
     )
-    in_rounds = layout.stage > 1 and layout.schedule == "gpipe"
-    stack = Stack(program, around, segments, placement, remat_policy(layout.remat), rounds=in_rounds)
+    stack = Stack(program, around, segments, placement, policy)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
     parameters = describe_parameters(program, segments, numerics, stacked)

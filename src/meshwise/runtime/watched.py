@@ -93,8 +93,9 @@ def product(
     letters: tuple[str, str, str],
     x: jax.Array,
     w: jax.Array | Watched,
-    weight_gradient: Callable[[jax.Array, jax.Array, Any], jax.Array] | None = None,
+    weight_gradient: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]] | None = None,
     *,
+    first: bool = False,
     in_turn: bool = False,
 ) -> jax.Array:
     """Einsum of an array and a weight.
@@ -102,7 +103,9 @@ def product(
     Args:
         letters: of `x`, of `w` and of the result.
         x, w: operands.
-        weight_gradient: from `x`, the result's gradient and a format to the gradient of `w`; unless given, an einsum.
+        weight_gradient: from `x`, the result's gradient and a format to the gradient of `w`, and the result's gradient
+            again, there no sooner than the other may be made; unless given, an einsum.
+        first: whether the gradient of `x` is made from that.
         in_turn: whether the gradient of `w` is made after that of `x`, which alone reads `w`: both are never held.
     """
     left, right, out = letters
@@ -111,12 +114,21 @@ def product(
         return jnp.einsum(f"{left},{right}->{out}", x, w), (x, w)
 
     def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        def of_input(gradient: jax.Array) -> jax.Array:
+            return jnp.einsum(f"{out},{right}->{left}", gradient, w).astype(x.dtype)
+
+        def of_weight(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+            if weight_gradient is not None:
+                return weight_gradient(x, gradient, dtype)
+            return jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype), gradient
+
         x, w = kept
-        d_x = jnp.einsum(f"{out},{right}->{left}", gradient, w).astype(x.dtype)
+        if first and not in_turn:
+            d_w, gradient = of_weight(x, gradient)
+            return of_input(gradient), d_w
+        d_x = of_input(gradient)
         if in_turn:
             d_x, x, gradient = jax.lax.optimization_barrier((d_x, x, gradient))
-        if weight_gradient is not None:
-            return d_x, weight_gradient(x, gradient, dtype)
-        return d_x, jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
+        return d_x, of_weight(x, gradient)[0]
 
     return with_gradient(forward, backward, x, w)

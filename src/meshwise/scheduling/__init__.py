@@ -3,13 +3,13 @@
 The simulator and the engine both drive it, so that what is simulated is what runs.
 """
 
-from meshwise.scheduling.blocks import BlockTable, block_path
+from meshwise.scheduling.blocks import BlockTable, block_path, rank_tables
 from meshwise.scheduling.cache import PagedCache
 from meshwise.scheduling.limits import POLICIES, PREEMPTIONS, Scheduling, Speculation
 from meshwise.scheduling.pages import FluidPages, Pages
 from meshwise.scheduling.prefixes import Path, PrefixCache
 from meshwise.scheduling.requests import Piece, Request
-from meshwise.scheduling.running import Running
+from meshwise.scheduling.running import Running, busiest
 from meshwise.scheduling.scheduler import Scheduler, Step
 
 __all__ = [
@@ -29,4 +29,6 @@ __all__ = [
     "Speculation",
     "Step",
     "block_path",
+    "busiest",
+    "rank_tables",
 ]

@@ -6,9 +6,11 @@ A prefix has one part a block, so that each node of the tree is a page. Not here
 from __future__ import annotations
 
 from meshwise.scheduling.cache import PagedCache
+from meshwise.scheduling.limits import Scheduling
 from meshwise.scheduling.pages import Pages
 from meshwise.scheduling.prefixes import Node, Path
-from meshwise.scheduling.requests import Request
+from meshwise.scheduling.requests import R, Request
+from meshwise.scheduling.running import Running
 
 
 def block_path(tokens: bytes, width: int, block_tokens: int, salt: bytes = b"") -> Path:
@@ -29,15 +31,18 @@ class BlockTable(PagedCache):
         pages: how requests take blocks.
         blocks: that there are.
         keeps_prefixes: whether beginnings of prompts stay; each part of a path must be one block.
+        first: number of the first page.
 
     Attributes:
+        numbers: of its pages.
         free: pages that nobody has.
         tables: pages of each request, in the order of positions.
     """
 
-    def __init__(self, pages: Pages, blocks: int, *, keeps_prefixes: bool) -> None:
+    def __init__(self, pages: Pages, blocks: int, *, keeps_prefixes: bool, first: int = 0) -> None:
         super().__init__(pages, blocks, keeps_prefixes=keeps_prefixes)
-        self.free = list(range(blocks))[::-1]
+        self.numbers = range(first, first + blocks)
+        self.free = list(self.numbers)[::-1]
         self.tables: dict[Request, list[int]] = {}
         if self.prefixes is not None:
             self.prefixes.freed = self.free
@@ -85,8 +90,17 @@ class BlockTable(PagedCache):
             nodes += node.children.values()
             kept += [] if node.parent is None else [node.page]
         own = [page for request, table in self.tables.items() for page in table[request.shared :]]
-        assert sorted([*self.free, *kept, *own]) == list(range(self.blocks)), "a page was lost, or has two owners"
+        assert sorted([*self.free, *kept, *own]) == list(self.numbers), "a page was lost, or has two owners"
         assert len(own) == self.used, "pages and blocks differ"
+
+
+def rank_tables(running: Running[R], blocks: int, scheduling: Scheduling) -> list[BlockTable]:
+    """The caches of an engine's ranks, which share its blocks out and number them on."""
+    each, made = blocks // scheduling.ranks, []
+    for rank, pages in enumerate(running.pages):
+        assert isinstance(pages, Pages), "refused before: drafts"
+        made.append(BlockTable(pages, each, keeps_prefixes=scheduling.prefix_cache, first=rank * each))
+    return made
 
 
 def _nodes(request: Request) -> list[Node]:

@@ -62,6 +62,10 @@ class PagedCache:
             if over > 0:
                 self.prefixes.evict(math.ceil(over))
 
+    def matched(self, path: Path) -> int:
+        """Tokens that a path begins with and that are cached."""
+        return 0 if self.prefixes is None else self.prefixes.match(path)[1]
+
     def pin_prefix(self, request: Request) -> int:
         """Keep what is cached of a prompt, all but a last token at most; its tokens."""
         if self.prefixes is None:

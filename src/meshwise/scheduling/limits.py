@@ -87,6 +87,8 @@ class Scheduling:
         watermark: share of the cache's blocks that stay free when a request is taken in, for those that decode.
         prefix_cache: whether beginnings of prompts stay in the cache for later ones, least recently used go first.
         speculation: None: every step gives each request one token.
+        ranks: groups of chips that attend to different requests, each with an equal part of cache and batch
+            (data-parallel attention); all take part in every step.
     """
 
     policy: str = "prefill-first"
@@ -96,6 +98,7 @@ class Scheduling:
     watermark: float = 0.01
     prefix_cache: bool = False
     speculation: Speculation | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         """Check names and limits."""
@@ -103,8 +106,8 @@ class Scheduling:
             raise UnknownNameError("policy", self.policy, POLICIES, list_all=True)
         if self.preemption not in PREEMPTIONS:
             raise UnknownNameError("preemption", self.preemption, PREEMPTIONS, list_all=True)
-        if self.max_batch < 1 or self.max_step_tokens < 1:
-            raise MeshwiseError("max batch and max step tokens: expected at least 1")
+        if self.max_batch < 1 or self.max_step_tokens < 1 or self.ranks < 1:
+            raise MeshwiseError("max batch, max step tokens and ranks: expected at least 1")
         if not 0 <= self.watermark < 1:
             raise MeshwiseError(f"watermark: expected a share from 0 to less than 1, found {self.watermark!r}")
         needed = self.max_batch * self.tokens_each
@@ -114,6 +117,11 @@ class Scheduling:
                 f"{self.max_step_tokens}, which leaves none for prompts; give at least {needed + 1}, or a smaller max "
                 "batch"
             )
+
+    @property
+    def rank_batch(self) -> int:
+        """Requests that a rank works on at once."""
+        return -(-self.max_batch // self.ranks)
 
     @property
     def tokens_each(self) -> int:

@@ -26,6 +26,7 @@ class Request:
         node: end of what it shares of the prefix cache.
         shared: blocks up to there.
         preemptions: how often it gave way.
+        rank: of the engine, that has its cache.
     """
 
     __slots__ = (
@@ -38,13 +39,14 @@ class Request:
         "prefix",
         "produced",
         "prompt",
+        "rank",
         "serial",
         "shared",
     )
 
     def __init__(self, index: int, prompt: int, prefix: Path = ()) -> None:
         self.index, self.prompt, self.prefix = index, prompt, prefix
-        self.produced = self.joined = self.serial = self.shared = self.preemptions = 0
+        self.produced = self.joined = self.serial = self.shared = self.preemptions = self.rank = 0
         self.cached: float = 0
         self.offset: float = 0
         self.node: Node | None = None

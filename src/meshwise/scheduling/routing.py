@@ -31,8 +31,8 @@ class Replica(Protocol):
         ...
 
     @property
-    def cache(self) -> PagedCache:
-        """Its blocks."""
+    def caches(self) -> Sequence[PagedCache]:
+        """The blocks of its ranks."""
         ...
 
 
@@ -83,7 +83,7 @@ class Router(Generic[R]):
         if known is not None and known.outstanding <= load and known in replicas:
             best = known
         for replica in replicas:
-            found = 0 if replica.cache.prefixes is None else replica.cache.prefixes.match(prefix)[1]
+            found = max(cache.matched(prefix) for cache in replica.caches)
             if found > most and replica.outstanding <= load:
                 best, most = replica, found
         self._sent[beginning] = best

@@ -46,10 +46,10 @@ class Scheduler(Generic[R]):
 
     Args:
         scheduling: its policy and limits.
-        cache: the blocks of the replica.
+        caches: the blocks of each of its ranks.
         running: requests that decode; none yet.
-        hand_over: takes a request that is prefilled, and the blocks it still holds, where others decode; they are
-            freed by `cache.used`. None: requests decode here.
+        hand_over: takes a request that is prefilled, and the blocks it still holds of its rank, where others decode;
+            they are freed by `used` of the cache. None: requests decode here.
 
     Attributes:
         waiting: requests to be prefilled, in order.
@@ -62,17 +62,17 @@ class Scheduler(Generic[R]):
     def __init__(
         self,
         scheduling: Scheduling,
-        cache: PagedCache,
+        caches: Sequence[PagedCache],
         running: Running[R],
         hand_over: Callable[[R, float], None] | None = None,
     ) -> None:
-        self.scheduling, self.cache, self.running = scheduling, cache, running
+        self.scheduling, self.caches, self.running = scheduling, caches, running
         self.waiting: deque[R] = deque()
         self.ready: deque[R] = deque()
         self.prefilling: deque[Piece[R]] = deque()
         self.hit_tokens = self.preemptions = 0
         self._policy = scheduling.policy
-        self._watermark = math.ceil(scheduling.watermark * cache.blocks)
+        self._watermark = math.ceil(scheduling.watermark * caches[0].blocks)
         self._hand_over = hand_over
         self._filling = True
         self._moved: list[int] = []
@@ -93,7 +93,7 @@ class Scheduler(Generic[R]):
 
     def cancel(self, request: R) -> bool:
         """Drop a request and free its blocks, between steps only; False if it is not here any more."""
-        cache = self.cache
+        cache = self.caches[request.rank]
         if request.serial:
             self._release(request)
         elif request in self.waiting:
@@ -129,7 +129,7 @@ class Scheduler(Generic[R]):
         running = self.running
         if not self.prefilling and not self.waiting:
             return self._begin_decode()
-        self._make_way()
+        gave = self._make_way()
         budget = self.scheduling.max_step_tokens - running.count * self.scheduling.tokens_each
         chunks: list[tuple[Piece[R], int]] = []
         for piece in chain(tuple(self.prefilling), iter(self._admit, None)):
@@ -138,7 +138,7 @@ class Scheduler(Generic[R]):
             if not budget:
                 break
         if not chunks:
-            return self._begin_decode()
+            return self._begin_decode(gave=gave)
         return self._begun(running.count, chunks)
 
     def _begin_prefill(self) -> Step[R] | None:
@@ -153,20 +153,23 @@ class Scheduler(Generic[R]):
             piece = self._admit(budget) if budget > 0 and self.waiting else None
         return self._begun(0, chunks)
 
-    def _begin_decode(self) -> Step[R] | None:
-        """Begin a decode step; None if nothing decodes."""
-        if not self.running.count:
+    def _begin_decode(self, *, gave: bool = False) -> Step[R] | None:
+        """Begin a decode step; None if nothing decodes. `gave`: whether a request gave way for it already."""
+        running = self.running
+        if not running.count:
             return None
-        running, cache, gave = self.running, self.cache, False
-        if running.count * running.growth > cache.available:  # a block has a token at least
-            gave = self._make_way()
-        if cache.prefixes is None and not self._moved:
+        for count, cache in zip(running.counts, self.caches, strict=True):
+            if count * running.growth > cache.available:  # a block has a token at least
+                gave = self._make_way() or gave
+                break
+        if self.caches[0].prefixes is None and not self._moved:
             return Step(running.count, (), (), gave)
         return self._begun(running.count, (), gave)
 
     def _begun(self, decoding: int, chunks: Sequence[tuple[Piece[R], int]], alone: bool = False) -> Step[R]:
-        if decoding and self.cache.prefixes is not None:
-            self.cache.clear(self.running.next_blocks())
+        if decoding and self.caches[0].prefixes is not None:
+            for rank, cache in enumerate(self.caches):
+                cache.clear(self.running.next_blocks(rank))
         moved: Sequence[int] = ()
         if self._moved:
             moved, self._moved = self._moved, []
@@ -175,9 +178,10 @@ class Scheduler(Generic[R]):
     def _make_way(self) -> bool:
         """Preempt requests until those that decode have blocks for their next step; whether any gave way."""
         running, gave = self.running, False
-        while running.next_blocks() > self.cache.available and (self.prefilling or running.count > 1):
-            self._preempt()
-            gave = True
+        for rank, cache in enumerate(self.caches):
+            while running.next_blocks(rank) > cache.available and (running.counts[rank] > 1 or self._last_piece(rank)):
+                self._preempt(rank)
+                gave = True
         return gave
 
     # What happens at the end
@@ -195,14 +199,15 @@ class Scheduler(Generic[R]):
 
     def advance(self, steps: int) -> None:
         """All that decode have done so many steps alike, one where their step was `alone` or had chunks."""
-        self.cache.take(self.running.advance(steps))
+        for cache, blocks in zip(self.caches, self.running.advance(steps), strict=True):
+            cache.take(blocks)
 
     def finish(self, step: Step[R], ended: Collection[R]) -> None:
         """Let those go that are done, and those decode that are prefilled; after `advance`, where any decode."""
         for request in ended:
             if request.serial:
                 if kept := request.kept():
-                    self.cache.share(request, kept)
+                    self.caches[request.rank].share(request, kept)
                 self._release(request)
         for piece, new in step.chunks:
             piece.done += new
@@ -212,7 +217,7 @@ class Scheduler(Generic[R]):
 
     def _prefilled(self, request: R, tokens: int, ended: Collection[R]) -> None:
         """A prompt is in the cache, and the next token is there."""
-        cache = self.cache
+        cache = self.caches[request.rank]
         request.produced += 1
         if cache.prefixes is not None:
             cache.share(request, request.prefix)
@@ -226,34 +231,48 @@ class Scheduler(Generic[R]):
 
     def _release(self, request: R) -> None:
         """Take a request from those that decode, and free its blocks."""
-        cache, running = self.cache, self.running
+        cache, running = self.caches[request.rank], self.running
         tokens = running.tokens(request)
         running.leave(request)
         cache.used -= cache.unshare(request, tokens)
 
     # Blocks
 
-    def _spare(self, running: int) -> float:
-        """Blocks that must stay free when a request is taken in."""
-        return self._watermark + self.running.next_blocks() if running else 0
+    def _open(self) -> list[tuple[int, int]]:
+        """Requests of the ranks that may have another one, with their numbers; those with the fewest first."""
+        if self.running.count + len(self.prefilling) >= self.scheduling.max_batch:
+            return []
+        counts, most = list(self.running.counts), self.scheduling.rank_batch
+        for piece in self.prefilling:
+            counts[piece.request.rank] += 1
+        return sorted((count, rank) for rank, count in enumerate(counts) if count < most)
+
+    def _spare(self, rank: int, requests: int) -> float:
+        """Blocks of a rank with some requests that must stay free when one is taken in."""
+        return self._watermark + self.running.next_blocks(rank) if requests else 0
 
     def _admit(self, most: int | None = None) -> Piece[R] | None:
-        """Take in the first waiting request, or None where there is none, or too few blocks.
+        """Take in the first waiting request, or None where there is none, or too few blocks on every rank.
 
         Args:
             most: tokens that its prefill may have.
         """
-        running = self.running.count + len(self.prefilling)
-        if not self.waiting or running >= self.scheduling.max_batch:
+        if not self.waiting or (self.ready and self.ready[0].index < self.waiting[0].index):
             return None
-        request = self.waiting[0]
-        if self.ready and self.ready[0].index < request.index:
-            return None
-        cache = self.cache
+        ranks, prefix = self._open(), self.waiting[0].prefix
+        if len(ranks) > 1 and prefix:  # of those with equally few requests first the one that has most of the prompt
+            ranks.sort(key=lambda of: (of[0], -self.caches[of[1]].matched(prefix)))
+        pieces = (self._admit_to(rank, requests, most) for requests, rank in ranks)
+        return next((piece for piece in pieces if piece is not None), None)
+
+    def _admit_to(self, rank: int, requests: int, most: int | None) -> Piece[R] | None:
+        """Take in the first waiting request to a rank that has some, if there are blocks."""
+        request, cache = self.waiting[0], self.caches[rank]
+        request.rank = rank
         hit = 0 if cache.prefixes is None else cache.pin_prefix(request)
         piece = Piece(request, hit)
         blocks = cache.held(piece.tokens) - request.shared
-        if (most is not None and piece.tokens - hit > most) or blocks + self._spare(running) > cache.available:
+        if (most is not None and piece.tokens - hit > most) or blocks + self._spare(rank, requests) > cache.available:
             if hit:
                 cache.unshare(request, 0)
             return None
@@ -263,17 +282,23 @@ class Scheduler(Generic[R]):
         self.prefilling.append(piece)
         return piece
 
-    def _preempt(self) -> None:
-        """Let the request that was taken in last give way."""
+    def _last_piece(self, rank: int) -> Piece[R] | None:
+        """Of the requests of a rank that are prefilled the one that was taken in last."""
+        return next((piece for piece in reversed(self.prefilling) if piece.request.rank == rank), None)
+
+    def _preempt(self, rank: int) -> None:
+        """Let the request of a rank that was taken in last give way."""
         self.preemptions += 1
-        if self.prefilling:
-            request = self.prefilling.pop().request
-            self.cache.used -= self.cache.unshare(request, request.prompt + request.produced)
+        cache = self.caches[rank]
+        if (piece := self._last_piece(rank)) is not None:
+            request = piece.request
+            self.prefilling.remove(piece)
+            cache.used -= cache.unshare(request, request.prompt + request.produced)
             self.waiting.appendleft(request)
         else:
             running = self.running
-            assert running.count > 1, "a request that fits alone was to give way"
-            request = running.last_joined()
+            assert running.counts[rank] > 1, "a request that fits alone was to give way"
+            request = running.last_joined(rank)
             tokens = running.tokens(request)
             request.produced = running.produced(request)
             self._release(request)
@@ -290,12 +315,14 @@ class Scheduler(Generic[R]):
         while self.ready and not (self.waiting and self.waiting[0].index < self.ready[0].index):
             request = self.ready[0]
             tokens = request.cached or request.prompt
-            blocks = self.cache.held(tokens + 1)
-            running = self.running.count + len(self.prefilling)
-            if running >= self.scheduling.max_batch or blocks + self._spare(running) > self.cache.available:
+            blocks = self.caches[0].held(tokens + 1)
+            fitting = (r for n, r in self._open() if blocks + self._spare(r, n) <= self.caches[r].available)
+            rank = next(fitting, None)
+            if rank is None:
                 return
+            request.rank, cache = rank, self.caches[rank]
             self.ready.popleft()
-            self.cache.take(self.cache.held(tokens))
+            cache.take(cache.held(tokens))
             if request.preemptions:
                 self._moved.append(math.ceil(tokens))
             self.running.join(request, tokens)

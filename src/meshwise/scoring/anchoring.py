@@ -18,15 +18,12 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.fitted import anchored, find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.spread import SPREADS, shared_spread
+from meshwise.costs.spread import EIGHTY_PERCENT, OWN_SPREAD, relative_spread, shared_spread
 from meshwise.scoring.prediction import Refusal
 from meshwise.scoring.reading import read_rows, read_text
 from meshwise.scoring.rows import TrainingRun, UnreadRow
 from meshwise.scoring.score import machine_of
 from meshwise.scoring.training import TrainingPrediction, build_scenario, predict_training
-
-#: Standard deviation of the logarithm of a step's time: what each layout is off by alone.
-_OWN = SPREADS["anchored"].sigma
 
 #: Prices of a row until its own prediction is the factor's.
 _ROUNDS = 3
@@ -58,7 +55,7 @@ def shared_factor(rows: Sequence[TrainingPrediction]) -> float:
     """
     ratios = [math.log(p.measured / p.expected) for p in rows]
     shared = statistics.fmean(shared_spread(p.estimate.terms, p.scenario.causes) ** 2 for p in rows)
-    return math.exp(statistics.fmean(ratios) * shared / (shared + _OWN**2 / len(rows)))
+    return math.exp(statistics.fmean(ratios) * shared / (shared + OWN_SPREAD**2 / len(rows)))
 
 
 def anchor(problem: TrainingProblem, runs: Sequence[TrainingRun | UnreadRow], where: str) -> Anchor:
@@ -128,11 +125,13 @@ class Anchored:
         groups: of at least four rows, each row in turn the anchor.
         mape: mean absolute error of the others, each group alike.
         plain: the same without an anchor.
+        coverage: share of them in the 80 % interval that they have with an anchor, each group alike.
     """
 
     groups: int
     mape: float
     plain: float
+    coverage: float
 
 
 #: Rows of one machine and model from which each is an anchor in turn.
@@ -147,11 +146,19 @@ def anchor_each(rows: Sequence[TrainingPrediction]) -> Anchored | None:
     large = [group for group in groups.values() if len(group) >= _GROUP]
     if not large:
         return None
-    errors = [
-        [abs(shared_factor([a]) * p.expected / p.measured - 1) for a in g for p in g if p is not a] for g in large
-    ]
+    errors, held = [], []
+    for group in large:
+        pairs = [(shared_factor([a]) * p.expected / p.measured, p) for a in group for p in group if p is not a]
+        errors.append(statistics.fmean(abs(ratio - 1) for ratio, _ in pairs))
+        held.append(statistics.fmean(abs(math.log(ratio)) <= EIGHTY_PERCENT * _left(p) for ratio, p in pairs))
     plain = [statistics.fmean(abs(p.error) for p in group) for group in large]
-    return Anchored(len(large), statistics.fmean(map(statistics.fmean, errors)), statistics.fmean(plain))
+    return Anchored(len(large), *map(statistics.fmean, (errors, plain, held)))
+
+
+def _left(p: TrainingPrediction) -> float:
+    """The spread that is left where another layout of the machine was measured."""
+    causes = {*p.scenario.open, "anchored"} | {*p.scenario.causes} & {"mixture"}
+    return relative_spread(p.estimate.terms, causes)
 
 
 def anchor_file(problem: TrainingProblem, path: str) -> Anchor:

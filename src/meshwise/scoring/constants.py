@@ -51,6 +51,7 @@ Part = tuple[Callable[[Calibration], float], Callable[[Calibration, float], Cali
 #: Sources of priors.
 MICRO = "single operations, NVIDIA AIConfigurator database"
 _SUSTAINED = f"{MICRO}; a tenth less where power limits clocks for minutes"
+_CUDNN = "cuDNN 9.19, NVIDIA cudnn-frontend's benchmarks of training; a tenth less, likewise"
 
 #: Units.
 FLOPS, HBM, LINKS = "share of dense FLOP/s", "share of HBM bandwidth", "share of link bandwidth"
@@ -120,8 +121,8 @@ def all_constants() -> tuple[Constant, ...]:
                    own[f].matmul_efficiency) for f, share, source in matmul_priors),
         *(Constant(f"{d.value}.{f}", FLOPS, dict(own[f].narrow)[d], 0.20, MICRO, _of(f), *format_part("narrow", d), 1.0)
           for f, d in narrow),
-        *(Constant(f"attention.{f}", FLOPS, share, 0.10, MICRO, _fused(f), *_ATTENTION)
-          for f, share in zip(gpus, (0.57, 0.53, 0.50), strict=True)),
+        *(Constant(f"attention.{f}", FLOPS, share, 0.10, source, _fused(f), *_ATTENTION)
+          for f, share, source in zip(gpus, (0.57, 0.65, 0.65), (MICRO, _CUDNN, _CUDNN), strict=True)),
         Constant("attention.tpu", FLOPS, 0.65, 0.15, "kernels in blocks, beside the vector unit", _fused("tpu"),
                  *_ATTENTION),
         *(Constant(f"memory.{f}", HBM, own[f].hbm_efficiency, 0.10, f"key/value reads, {MICRO}", _of(f),
@@ -157,7 +158,12 @@ def _by(*software: str, on_tpus: bool = True) -> Applies:
 
 
 def _fused(family: str) -> Applies:
-    return lambda c, own: own == family and _software(c, own) != "eager-2023" and not c.unfused_attention
+    def applies(c: Calibration, own: str) -> bool:
+        second = ("pytorch", "pytorch-compiled", "torchtitan", "deepspeed") if own in ("hopper", "blackwell") else ()
+        earlier = ("eager-2023", *second)  # kernels of other chips
+        return own == family and _software(c, own) not in earlier and not c.unfused_attention
+
+    return applies
 
 
 def _usual_gap(c: Calibration, family: str) -> bool:

@@ -157,18 +157,14 @@ class FittedRows(Generic[P]):
         """The constants that some rows make most likely; `chosen` is [rows] true or false."""
         return fit(self.constants, self.points, np.array([p.measured for p in self.rows]), self.weights * chosen)
 
-    def expected(self, values: Fit) -> np.ndarray:
-        """[rows] seconds under fitted constants, by the rows' slopes."""
-        change = [np.log(values.values[c.name] / self.points.at[c.name]) for c in self.constants]
-        return np.asarray(self.points.seconds * np.exp(self.points.slopes @ change))
-
     def leave_out(self, key: Callable[[P], str]) -> tuple[P, ...]:
         """Predict each row from the rows of other keys alone; intervals keep their relative widths."""
         keys = np.array([key(p) for p in self.rows])
         expected = np.zeros(len(keys))
         for own in dict.fromkeys(keys.tolist()):
             out = keys == own
-            expected[out] = self.expected(self.fitted_to(~out))[out]
+            values = self.fitted_to(~out).values
+            expected[out] = [_seconds(self.rows[i], self.constants, values) for i in np.flatnonzero(out)]
         return tuple(_moved(p, float(e)) for p, e in zip(self.rows, expected, strict=True))
 
 

@@ -2,19 +2,22 @@
 
 A source's rows are read as though its software, where only they know it, were not known; constants are fitted to the
 other sources, around what single operations say. How far constants follow rows, and how wide intervals are, is chosen
-among these others in the same way: each of them left out in turn. So nothing is chosen on what is scored. Beside it
-stands the best model of one constant: one MFU for everything, of the other sources. Not here: fits (`fitting`), pages.
+among these others in the same way: each of them left out in turn. So nothing is chosen on what is scored. A chip, a
+family or a format that only the source has measured counts as not measured in its intervals. Beside it stands the best
+model of one constant: one MFU for everything, of the other sources. Not here: fits (`fitting`), pages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwise.costs.spread import Likely
+from meshwise.core.dtypes import DType
+from meshwise.costs.calibration import default_calibration
+from meshwise.costs.spread import EIGHTY_PERCENT, WIDTH, interval_of, relative_spread
 from meshwise.scoring.constants import Constant
 from meshwise.scoring.fitting import Fit, FittedRows, Sensitivities, sensitivities, training_fit
 from meshwise.scoring.training import TrainingPrediction, build_scenario, predict_training
@@ -52,15 +55,22 @@ class HeldOut:
     Args:
         rows: predicted times, as the shipped calibration has them.
         progress: told a line now and then.
+        withheld: sources of what is known of software that no row is forecast by, beside its own.
     """
 
-    def __init__(self, rows: Sequence[TrainingPrediction], progress: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[TrainingPrediction],
+        progress: Callable[[str], None] = lambda _: None,
+        withheld: Collection[str] = (),
+    ) -> None:
         self.fitted = training_fit(rows, progress)
-        self.blind = tuple(_blind(p) for p in rows)
+        self.blind = tuple(_blind(p, (p.run.source, *withheld)) for p in rows)
         self.sources = np.array([p.run.source for p in rows])
         self.names = tuple(dict.fromkeys(self.sources.tolist()))
         self.measured = np.array([p.measured for p in rows])
         self.points = _points(self.fitted, self.blind, progress)
+        self.stated = np.array([_stated(p, self.blind) for p in self.blind])
         self._known: dict[tuple[float, frozenset[str]], Fit] = {}
 
     def fit(self, left_out: Iterable[str], freedom: float, kept: str = "") -> Fit:
@@ -93,17 +103,17 @@ class HeldOut:
         return min(FREEDOMS, key=wrong.__getitem__)
 
     def width(self, source: str, freedom: float) -> float:
-        """Times the stated spread that holds four of five forecasts of the other sources; at least once.
-
-        A source counts by the root of its rows.
-        """
-        ratios, weights = [], []
+        """Times the stated spread that intervals have: what holds four of five forecasts of a source like others."""
+        ratios = []
         for other in (s for s in self.names if s != source):
             errors = np.abs(self.errors(other, self.fit((source, other), freedom)))
-            stated = [_half_width(p) for p, s in zip(self.blind, self.sources, strict=True) if s == other]
-            ratios += list(errors / np.array(stated))
-            weights += [1 / math.sqrt(len(errors))] * len(errors)
-        return max(1.0, weighted_quantile(np.array(ratios), np.array(weights), _SHARE))
+            ratios.append(errors / (EIGHTY_PERCENT * self.stated[self.sources == other]))
+        return held_by_next(ratios)
+
+    @property
+    def shipped_width(self) -> float:
+        """What all sources together say of `spread.WIDTH`."""
+        return self.width("", self.freedom(""))
 
     def forecasts(self) -> Forecasts:
         """Forecast every source's rows."""
@@ -117,7 +127,7 @@ class HeldOut:
             times = self.expected(source, self.fit((source,), freedom))
             one = self._one_mfu(source, mfu)
             for i, seconds in zip(np.flatnonzero(self.sources == source), times, strict=True):
-                rows[i] = _forecast(self.blind[i], float(seconds), width)
+                rows[i] = _forecast(self.blind[i], float(seconds), width * float(self.stated[i]))
                 plain[i] = replace(self.blind[i], expected=self.measured[i] * mfu[i] / one, likely=None)
         done = tuple(p for p in rows if p is not None)
         return Forecasts(done, tuple(p for p in plain if p is not None), freedoms, widths)
@@ -158,11 +168,11 @@ def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> 
     return float(values[order][np.searchsorted(below, share - 1e-12)])
 
 
-def _blind(p: TrainingPrediction) -> TrainingPrediction:
-    """The row as though its source had not been seen; itself where that changes nothing."""
-    if build_scenario(p.scenario.run, unseen=p.run.source).problem.calibration == p.calibration:
+def _blind(p: TrainingPrediction, unseen: Collection[str]) -> TrainingPrediction:
+    """The row as though these sources had not been seen; itself where that changes nothing."""
+    if build_scenario(p.scenario.run, unseen=unseen).problem.calibration == p.calibration:
         return p
-    found = predict_training(p.scenario.run, unseen=p.run.source)
+    found = predict_training(p.scenario.run, unseen=unseen)
     return found if isinstance(found, TrainingPrediction) else p
 
 
@@ -193,12 +203,40 @@ def _freed(c: Constant, freedom: float) -> Constant:
     return replace(c, spread=max(c.spread * freedom, _KEPT))
 
 
-def _half_width(p: TrainingPrediction) -> float:
-    """Logarithm of the upper end of an interval over what is expected."""
-    assert p.likely is not None
-    return math.log(p.likely.high / p.expected)
+def _stated(p: TrainingPrediction, rows: Sequence[TrainingPrediction]) -> float:
+    """The spread that is stated of a row where only other sources have measured its chip and format."""
+    others = [q for q in rows if q.run.source != p.run.source]
+    return relative_spread(p.estimate.terms, causes_beside(p, others)) / WIDTH
 
 
-def _forecast(p: TrainingPrediction, seconds: float, width: float) -> TrainingPrediction:
-    factor = math.exp(_half_width(p) * width)
-    return replace(p, expected=seconds, likely=Likely(max(seconds / factor, min(p.bound, seconds)), seconds * factor))
+def causes_beside(p: TrainingPrediction, others: Sequence[TrainingPrediction]) -> set[str]:
+    """Causes of a row's uncertainty where these others were measured."""
+    kin = [q for q in others if _family(q) == _family(p)]
+    if not kin:
+        return {*p.scenario.causes, "family"} - {"chip", "format"}
+    new = {"chip": p.chip not in {q.chip for q in kin}, "format": _format(p) not in map(_format, kin)}
+    return {*p.scenario.causes, *(cause for cause, holds in new.items() if holds)}
+
+
+def _family(p: TrainingPrediction) -> str:
+    return default_calibration(p.scenario.problem.cluster.chip).name
+
+
+def _format(p: TrainingPrediction) -> DType:
+    return p.scenario.problem.job.formats.compute
+
+
+def held_by_next(sources: Sequence[np.ndarray]) -> float:
+    """What four of five values of a next source are below, on average, if it is drawn as these were.
+
+    Each of the n sources counts alike, and (1 + 1/n) four fifths of them all are below; of fewer than four sources all
+    are, which promises no share.
+
+    Source: Lee, Barber and Willett 2023, "Distribution-free inference with hierarchical data", arXiv 2306.06342.
+    """
+    weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in sources])
+    return weighted_quantile(np.concatenate(sources), weights, min(_SHARE * (1 + 1 / len(sources)), 1.0))
+
+
+def _forecast(p: TrainingPrediction, seconds: float, spread: float) -> TrainingPrediction:
+    return replace(p, expected=seconds, likely=interval_of(seconds, p.bound, spread))

@@ -48,6 +48,10 @@ _SUMS_SINCE, _NO_SUMS = 2022, r"no-async-tensor-model-parallel-allreduce"
 
 _DEEPSPEED = SOFTWARE["deepspeed"]
 
+#: The release of DeepSpeed from which ZeRO-2 sums gradients on all replicas (pull request 4695), its year's end, and
+#: the option that denies it; before, the sum of each part was sent to the replica that keeps it.
+_WHOLE_SINCE, _WHOLE_YEAR, _WHOLE = (0, 12, 4), 2023, "use_multi_rank_bucket_allreduce"
+
 #: Seconds between kernels of a CUDA graph: of five engines of serving, 2 us within 7 % (docs/serving-accuracy.md).
 _GRAPH_GAP = 2e-6
 
@@ -60,7 +64,10 @@ def as_run(calibration: Calibration, run: TrainingRun) -> Calibration:
     """
     words = f"{run.software} {run.notes}".lower()
     if calibration.software == "eager-2023" and "deepspeed" in words:  # its engine sends as it has done since
-        calibration = replace(calibration, late_sends=_DEEPSPEED.late_sends, late_once=_DEEPSPEED.late_once)
+        own = {name: getattr(_DEEPSPEED, name) for name in ("late_sends", "late_once", "whole_sums")}
+        calibration = replace(calibration, **own)
+    if calibration.whole_sums == _DEEPSPEED.whole_sums and not _sums_whole(run, words):
+        calibration = replace(calibration, whole_sums=1)
     for traffic, hidden in _said(run):
         calibration = _with(calibration, traffic, hidden=hidden)
     if says(GRAPHS, words):
@@ -74,6 +81,17 @@ def as_run(calibration: Calibration, run: TrainingRun) -> Calibration:
     if once is None and run.dispatcher:
         raise MeshwiseError(f"dispatcher {run.dispatcher!r} is not understood; expected alltoall, deepep or hybridep")
     return calibration if once is None else replace(calibration, distinct_dispatch=once)
+
+
+def _sums_whole(run: TrainingRun, words: str) -> bool:
+    """Whether DeepSpeed as a row names it sums gradients on all replicas under ZeRO-2."""
+    # Not the size of a model: "DeepSpeed 1.3B".
+    release = re.search(r"deepspeed[ =:v@-]*(\d+)\.(\d+)(?:\.(\d+))?(?![\d.]*\s*[bm]\b)", words)
+    if release:
+        since = tuple(int(number or 0) for number in release.groups()) >= _WHOLE_SINCE
+    else:
+        since = (run.year or 9999) > _WHOLE_YEAR
+    return since and (_WHOLE not in words or says(_WHOLE, words))
 
 
 def _said(run: TrainingRun) -> Iterable[tuple[str, bool]]:

@@ -85,13 +85,13 @@ def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPred
         estimate, found = _fastest(scenario, what)
     except MeshwiseError as error:
         return Refusal(run, str(error))
-    if reason := _impossible(scenario, estimate, what, measured, found.lower):
+    bound = _least(scenario, estimate, what, found)
+    if reason := _impossible(scenario, estimate, what, measured, bound):
         return Refusal(run, reason)
     if estimate.setup.batch < scenario.candidates[0].batch:
         note = "fewer requests fit in memory at once than are under way: the others wait for the cache"
         scenario = replace(scenario, assumed=(*scenario.assumed, note))
     problem, terms, memory = scenario.problem, dict(_engine(estimate, what).terms), _memory(scenario, estimate)
-    bound = found.lower
     likely = None
     if run.is_memory:
         bound = 0.0
@@ -218,15 +218,30 @@ def _with_what_fits(scenario: ServingScenario, candidate: ServingSetup, fabric: 
     return estimate
 
 
+def _evenly(setup: ServingSetup) -> ServingSetup:
+    """The setup with a prompt for each rank that attends for its own, where there are as many."""
+    return replace(setup, prefill_batch=min(max(setup.prefill_batch, setup.decode.expert), setup.batch))
+
+
+def _least(scenario: ServingScenario, e: ServingEstimate, what: Compared, found: Interval) -> float:
+    """What no run beats, whichever ranks its prompts came to."""
+    if (even := _evenly(e.setup)) == e.setup:
+        return found.lower
+    fabric = scenario.problem.network
+    return min(
+        found.lower, _expected(scenario, estimate_serving(scenario.problem, even, fabric, count=False), what).lower
+    )
+
+
 def _at_best_rates(scenario: ServingScenario, predicted: ServingEstimate) -> float:
     """Seconds of a token with every operation at the best rate that was measured of any, links at the data sheet's.
 
     Decoding may go along with prompts, whose step reads the weights for both: then only attention adds up.
     """
     problem = replace(scenario.problem, calibration=_BEST)
-    layouts = replace(predicted.setup, chunk=None)  # prompts apart from what is generated
+    layouts = replace(_evenly(predicted.setup), chunk=None)  # prompts apart from what is generated
     e = estimate_serving(problem, layouts, problem.network, count=False, known=predicted)
-    between = layouts.batch / max(e.output - 1, 1) / layouts.prefill_batch
+    between = (layouts.batch - layouts.prefill_batch) / max(e.output - 1, 1) / layouts.prefill_batch
     prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.decode))
     alone = between * sum(prompts.values()) + tokens["attention"]
     return max(alone, sum(tokens.values()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
@@ -58,8 +58,8 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
     load = ServingLoad(prompt=prompt, output=output, precision=precision, reserve=0.0)
     model.serving_program("decode")  # refuses what cannot be served
     problem = ServingProblem(model, load, cluster, _calibration(run, calibration, cluster.chip))
-    batch = _batch(run, layouts[0].replicas)
-    together = batch if run.is_static else _prompts_together(batch, load)
+    batch = _batch(run, layouts[0])
+    together = batch if run.is_static else _prompts_together(run, batch, load, layouts[0].expert)
     chunk = None if run.is_static else _STEP_TOKENS  # a prompt goes along with what is generated, as engines do
     of_engine = []
     if calibration == "fitted" and _engine(run) is None:
@@ -85,12 +85,21 @@ _ENGINES = (
 def _calibration(run: ServingRun, name: str, chip: Chip) -> Calibration:
     """The calibration; "fitted" takes the engine that the row names, where its constants are known."""
     engine = _engine(run) if name == "fitted" else None
-    return serving_calibration(chip, engine) if engine else find_serving_calibration(name, chip)
+    found = serving_calibration(chip, engine) if engine else find_serving_calibration(name, chip)
+    return replace(found, grouped_heads=()) if engine and re.search(_WITHOUT_XQA, _said(run)) else found
 
 
 def _engine(run: ServingRun) -> str | None:
     """Name in `ENGINES` of what served a row; None where it is not known."""
-    return first_match(_ENGINES, f"{run.engine} {run.software}".lower())
+    return first_match(_ENGINES, _said(run))
+
+
+def _said(run: ServingRun) -> str:
+    return f"{run.engine} {run.software}".lower()
+
+
+#: Releases of TensorRT-LLM before its kernels for groups of query heads (XQA).
+_WITHOUT_XQA = r"tensorrt-llm v0\.[56]|trt-?llm v?0\.[56]"
 
 
 #: Words for tokens that are drafted and then checked, several in one step; and what denies them, before or after.
@@ -142,15 +151,29 @@ def _lengths(run: ServingRun) -> tuple[int, int, tuple[str, ...]]:
     return round(_DRAWN * prompt), max(round(_DRAWN * output), 1), (note,)
 
 
-def _prompts_together(batch: int, load: ServingLoad) -> int:
-    """Prompts that come while one step decodes, which engines prefill together as far as a step's tokens allow."""
-    coming = batch // max(load.output - 1, 1)
-    return int(max(min(coming, _STEP_TOKENS // load.prompt), 1))
+#: Of InferenceMAX's requests: how many more of ten waves, which start all at once, end in the steps in which any end
+#: (lengths are drawn from a fifth), and steps that its TensorRT-LLM keeps prompts until all ranks have one
+#: (attention_dp_config.timeout_iters).
+_BUNCHED, _KEPT = 2.5, 60
 
 
-def _batch(run: ServingRun, replicas: int) -> int:
-    """Requests of one engine at once."""
-    batch, said = run.batch, run.concurrency
+def _prompts_together(run: ServingRun, batch: int, load: ServingLoad, ranks: int) -> int:
+    """Prompts that come while one step decodes, which engines prefill together as far as a step's tokens allow.
+
+    Of `ranks` that attend for sequences of their own, all wait for the one that has a prompt.
+    """
+    coming = batch / max(load.output - 1, 1)
+    if _is_inferencemax(run):
+        kept = min(coming * _KEPT, ranks) if ranks > 1 and _engine(run) == "trtllm" else 0.0
+        coming = max(coming * _BUNCHED, kept)
+    return int(max(min(coming, ranks * max(_STEP_TOKENS // load.prompt, 1), batch), 1))
+
+
+def _batch(run: ServingRun, layout: ServingLayout) -> int:
+    """Requests of one engine at once; `batch` of a row that says so is of each rank that attends for its own."""
+    batch, said, replicas = run.batch, run.concurrency, layout.replicas
+    if batch is not None and "per DP rank" in run.notes and (said is None or said >= batch * layout.expert * replicas):
+        batch *= layout.expert
     if batch is None:
         if said is None:
             raise MeshwiseError("batch and concurrency are blank: fill one in")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.fitted import SOFTWARE
@@ -46,12 +47,20 @@ _WORDS = (
 #: The year in which Megatron-LM could fuse attention, and words for it; on Hopper Transformer Engine does.
 _FUSED_FROM, _FUSED = 2023, r"flash[- ]?att|transformer[- ]?engine|fp8"
 
+#: Recipes of NVIDIA's Megatron-Bridge, as a source of what its releases do. A whole step is one graph by
+#: perf_recipes/deepseek/common.py (commit 267f756), qwen/common.py (134e903) and gpt_oss/common.py (3564acf) on GB200,
+#: GB300 and B300 in MXFP8, not on B200 (deepseek/b200/deepseek_v3.py, 13438ed; qwen/b200/qwen3_moe.py, 0bc982d).
+#: Experts are exchanged beside compute by scripts/performance/configs/deepseek/deepseek_llm_pretrain.py (0132842,
+#: H100), deepseek_workload_base_configs.py (0426418, B200) and qwen/qwen3_workload_base_configs.py (01b2977, H100).
+RECIPES = "mbridge-recipes"
+_IN_ONE_GRAPH = ("b300-sxm", "gb200-nvl72", "gb300-nvl72")
+
 #: What is assumed of software that no word names.
 UNKNOWN = "software is not named or not known: Megatron Core of 2024 and later taken"
 
 
 def calibration_of(
-    run: TrainingRun, calibration: str, *, chip: Chip, mixture: bool, unseen: str = ""
+    run: TrainingRun, calibration: str, *, chip: Chip, mixture: bool, unseen: Collection[str] = ()
 ) -> tuple[str, tuple[str, ...]]:
     """The calibration with the software that a row names, where "fitted" is asked for; and what was assumed.
 
@@ -60,7 +69,7 @@ def calibration_of(
         calibration: as asked.
         chip: of its cluster.
         mixture: whether its model has experts.
-        unseen: a source; software of which only its rows are known is not known then.
+        unseen: sources; software that only their rows tell of is not known then, nor what `RECIPES` tell.
     """
     if calibration != "fitted" or chip.vendor == "google":
         return calibration, ()
@@ -73,15 +82,21 @@ def calibration_of(
         return calibration, (UNKNOWN,)
     if (own := _launched(run, found)) and _is_known(own, unseen):
         return f"fitted+{own}", ()
+    if mixture and RECIPES not in unseen and (by_recipe := _by_recipe(run, chip, words)):
+        return by_recipe
+    return f"fitted+{found}", ()
+
+
+def _by_recipe(run: TrainingRun, chip: Chip, words: str) -> tuple[str, tuple[str, ...]] | None:
+    """What the recipe of a mixture's release says; None where that is nothing."""
     release = re.search(r"container (\d+)\.(\d+)", words)
     since = (int(release[1]), int(release[2])) if release else (0, 0)
-    graphs = since >= (26, 6) and default_calibration(chip).name == "blackwell"
-    if graphs and _is_known("megatron-graphs", unseen):
-        return "fitted+megatron-graphs", ()
+    if since >= (26, 6) and chip.name in _IN_ONE_GRAPH and "mx" in run.dtype.lower():
+        return "fitted+megatron-graphs", ("a whole step is one CUDA graph, as in the recipes",)
     far = (run.ep or 1) > math.prod(level.degree for level in chip.scale_up)
-    if since >= (25, 9) and mixture and far and _is_known("megatron-beside", unseen):
+    if since >= (25, 9) and far and (run.vpp or 1) > 1:
         return "fitted+megatron-beside", ("exchanges between nodes run beside compute, as in the recipes",)
-    return f"fitted+{found}", ()
+    return None
 
 
 def _launched(run: TrainingRun, software: str) -> str | None:
@@ -92,8 +107,6 @@ def _launched(run: TrainingRun, software: str) -> str | None:
     words = f"{run.software} {run.notes}".lower()
     if software == "megatron-deepspeed" and (says(_BLOCKING, words) or "bloom" in run.model.lower()):
         return "megatron-deepspeed-blocking"
-    if software == "megatron" and says(GRAPHS, words):
-        return "megatron-graphs"
     return "pytorch-compiled" if software == "pytorch" and says(_COMPILED, words) else None
 
 
@@ -102,6 +115,7 @@ def says(pattern: str, words: str) -> bool:
     return re.search(pattern, words) is not None and re.search(rf"{_NOT}{pattern})|(?:{pattern}){_OFF}", words) is None
 
 
-def _is_known(software: str, unseen: str) -> bool:
-    """Whether rows of another source than `unseen` stand behind a software."""
-    return set(SOFTWARE[software].rests_on) != {unseen}
+def _is_known(software: str, unseen: Collection[str]) -> bool:
+    """Whether a software rests on rows of another source than those unseen, or on none."""
+    behind = set(SOFTWARE[software].rests_on)
+    return not behind or not behind.issubset(unseen)

@@ -7,7 +7,7 @@ rows (`reading`), models and machines (`scenario`), and what all rows say togeth
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -82,7 +82,7 @@ class TrainingScenario(Scenario):
         return replace(self, layout=layout, assumed=(*self.assumed, note))
 
 
-def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: str = "") -> TrainingScenario:
+def build_scenario(run: TrainingRun, calibration: str = "fitted", unseen: Collection[str] = ()) -> TrainingScenario:
     """What a run did; arguments as of `predict_training`.
 
     Raises:
@@ -278,13 +278,15 @@ class TrainingPrediction(Prediction):
         return float(evaluate_layout(problem, fabric, self.layout).step.expected)
 
 
-def predict_training(run: TrainingRun, calibration: str = "fitted", unseen: str = "") -> TrainingPrediction | Refusal:
+def predict_training(
+    run: TrainingRun, calibration: str = "fitted", unseen: Collection[str] = ()
+) -> TrainingPrediction | Refusal:
     """Predict one run; a row that cannot be understood is a refusal with its reason.
 
     Args:
         run: the row.
         calibration: as `--calibration` takes it; "fitted" takes the software that the row names.
-        unseen: a source; what only its rows say of software is not known then.
+        unseen: sources; what only they say of software is not known then.
     """
     try:
         scenario = build_scenario(run, calibration, unseen)

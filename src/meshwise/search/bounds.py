@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 
 import numpy as np
 
-from meshwise.costs.arithmetic import Num, array, joined, maximum, minimum, take
+from meshwise.costs.arithmetic import Num, array, joined, take
+from meshwise.costs.ends import End, pipeline_ends
 from meshwise.costs.evaluate import evaluate_activations, evaluate_local, local_prices, rates_of
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
-from meshwise.costs.memory import RESERVE_SHARE, STATE_CLASSES, End, LocalMemory, pipeline_ends
+from meshwise.costs.memory import STATE_CLASSES
 from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
 from meshwise.costs.pipeline import Part, Pipeline, Shares, device_shares, num_layers
@@ -36,6 +37,7 @@ from meshwise.search.candidates import (
     compute_variants,
     distinct,
 )
+from meshwise.search.floors import HeldActivations, held_activations, leaner, memory_floor
 from meshwise.search.network import FEW, Recent, RowTable, SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
 
@@ -50,61 +52,6 @@ _SIZES = 2 * CHUNK
 
 #: Keys bounded at a time: a bound is less arithmetic than a price, so what each go costs weighs more.
 _KEYS = 4 * CHUNK
-
-
-@dataclass(frozen=True, slots=True)
-class HeldActivations:
-    """Bytes of activations of one microbatch on one device (floats or arrays).
-
-    Args:
-        kept: role -> of all copies of its blocks; of the head, what it holds at work, at least.
-        workspace: of the layer that needs most.
-    """
-
-    kept: Mapping[str, Num]
-    workspace: Num
-
-
-def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivations:
-    """Add up what one device holds of each block's activations."""
-    kept: dict[str, Num] = {"embed": 0.0, "layer": 0.0, "head": 0.0}
-    workspace: Num = 0.0
-    for part, local in blocks:
-        role, n = part.block.role, part.block.repeat * part.share
-        head = minimum(local.beside, local.added_up[1]) if local.added_up else local.beside
-        kept[role] = kept[role] + n * (head if role == "head" else local.kept)
-        if role == "layer":
-            workspace = maximum(workspace, local.workspace * (part.share > 0))
-    return HeldActivations(kept, workspace)
-
-
-def memory_floor(
-    held: HeldActivations,
-    ends: Iterable[End],
-    hbm_capacity: float,
-    *,
-    offloaded: bool = False,
-    state: Mapping[str, Num] | None = None,
-) -> Num:
-    """Bytes that some chip holds at least: activations, logits, training state, the reserve.
-
-    Args:
-        held: activations of all blocks.
-        ends: the devices that may be the fullest.
-        hbm_capacity: bytes; the reserve is a share of it.
-        offloaded: whether kept activations may be in the host's memory, so that they do not count.
-        state: of all copies of the blocks of a role, bytes in `STATE_CLASSES`; None counts none.
-    """
-    kept, floor = held.kept, 0.0
-    for end in ends:
-        head = end.counts["head"] * kept["head"]
-        most: Num = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
-        if not offloaded:
-            most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
-        for role, num_bytes in (state or {}).items():
-            most = most + end.counts[role] * num_bytes
-        floor = maximum(floor, most)
-    return floor + RESERVE_SHARE * hbm_capacity
 
 
 @dataclass(slots=True)
@@ -266,10 +213,8 @@ class Bounds:
         self, chosen: Sequence[tuple[int, Index]], schedules: Sequence[int], below: Callable[[Array, Index], Mask]
     ) -> list[Groups]:
         """Groups among some keys of some compute variants; what their bounds are made of is kept for these alone."""
-        variant, key = (
-            np.concatenate([np.full(len(keys), v) for v, keys in chosen]),
-            np.concatenate([k for _, k in chosen]),
-        )
+        variant = np.concatenate([np.full(len(keys), v) for v, keys in chosen])
+        key = np.concatenate([k for _, k in chosen])
         before = self._known.numbers()
         # What is computed again counts, too: where sizes are few, before any sends are bounded.
         if self.num_sizes <= FEW:
@@ -321,17 +266,19 @@ class Bounds:
         rows = self.rows_of(variant, self.size[key])
         held = take(self._known.values[1], rows)
         ends, hbm = take(self.pipeline(s)[2], self.pipe[key]), self.problem.cluster.chip.hbm_usable
-        away = any("activations" in o for o in self.network.offloads)
+        away = any("activations" in saving.offload for saving in self.network.savings)
         return np.broadcast_to(memory_floor(held, ends, hbm, offloaded=away, state=state), len(key))
 
-    def all_groups(self) -> Groups:
-        """All groups that can run, whether they fit or not, without bounds."""
+    def all_groups(self, below: Callable[[Array, Index], Mask]) -> Groups:
+        """All groups that can run, whether they fit or not, of which what one device computes is `below`."""
         found = []
         for v, keys in enumerate(self.keys):
+            least = self._busy_under(np.full(len(keys), v), self.size[keys]) * self.per_token[keys]
+            kept = np.flatnonzero(below(least, keys))
             for s in range(len(self.network.schedules)):
-                mine = keys[self.pipeline(s)[1][self.pipe[keys]]]
-                none = np.zeros(len(mine))
-                found.append(Groups(none, none, mine, np.full(len(mine), v), np.full(len(mine), s)))
+                mine = kept[self.pipeline(s)[1][self.pipe[keys[kept]]]]
+                which = np.full(len(mine), v), np.full(len(mine), s)
+                found.append(Groups(least[mine], np.zeros(len(mine)), keys[mine], *which))
         return Groups.joined(found)
 
     def by_memory(self) -> Iterator[Groups]:
@@ -384,7 +331,7 @@ class Bounds:
         return out
 
     def _evaluate_state(self, choices: LayoutChoices, meshes: Index) -> dict[str, Array]:
-        away = {name for offload in self.network.offloads for part in offload for name in HOST_CLASSES[part]}
+        away = {name for saving in self.network.savings for part in saving.offload for name in HOST_CLASSES[part]}
         classes = [name for name in STATE_CLASSES if name not in away]
         return evaluate_weight_state(self.problem, choices, self.network.table.axes(meshes), classes)
 
@@ -422,19 +369,22 @@ class Bounds:
         for remat, share in self._remats(variant).items():
             choices = _all_remats(variant, remat)
             for b, own in zip(self.problem.lowered.training(choices), self.network.blocks(choices, sizes), strict=True):
+                held = own.memory
+                if b.role == "head":
+                    each = (self.network.head(choices, loss, sizes, held) for loss in self.network.losses)
+                    held = reduce(leaner, each)
                 if b.role == "layer" or remat == variant.own.remat:
-                    parts.append((Part(b.placed.block, share if b.role == "layer" else 1.0), own.memory))
+                    parts.append((Part(b.placed.block, share if b.role == "layer" else 1.0), held))
         return held_activations(parts)
 
     def pipeline(self, s: int) -> tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]:
         """Each distinct pipeline under a schedule: its sizes, whether it can run, what its devices hold and store."""
         if s not in self._pipelines:
-            schedules = self.network.schedules
-            pieces = float(schedules[s].virtual_stages)
-            pipeline = Pipeline.of(schedules[s].schedule, self.stages, self.num_microbatches, pieces)
+            one, made, length = self.network.schedules[s], self.problem.made_in_step, self.problem.job.seq_len
+            pipeline = Pipeline.of(one.schedule, self.stages, self.num_microbatches, float(one.virtual_stages))
             with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
-                can = allowed(schedules[s], schedules[0], pipeline, self.problem.model.num_layers)
-                ends, shares = pipeline_ends(self.layers, pipeline), device_shares(self.layers, pipeline)
+                can = allowed(one, self.network.schedules[0], pipeline, self.problem.model.num_layers)
+                ends, shares = pipeline_ends(self.layers, pipeline, made, length), device_shares(self.layers, pipeline)
             self._pipelines[s] = pipeline, np.broadcast_to(can, len(self.stages)), ends, shares
         return self._pipelines[s]
 

@@ -19,7 +19,7 @@ from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
 from meshwise.costs.pipeline import Pipeline, fills
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
-from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, Layout
+from meshwise.sharding.layout import CONTEXT_METHODS, LOSSES, MESH_AXES, Layout
 from meshwise.sharding.remat import REMAT_POLICIES
 
 Array = NDArray[np.float64]
@@ -95,7 +95,7 @@ class CandidateBatch(Columns):
 
     Args:
         at: row of the table.
-        choices, schedule, offload: which of the layout choices, of the pipeline's variants, and of what is offloaded.
+        choices, schedule, saving: which of the layout choices, of the pipeline's variants, and of what saves memory.
         bound: lower bound of the seconds per token.
         memory: bytes per chip.
     """
@@ -103,7 +103,7 @@ class CandidateBatch(Columns):
     at: Index
     choices: Index
     schedule: Index
-    offload: Index
+    saving: Index
     bound: Array
     memory: Array
 
@@ -115,7 +115,7 @@ class CandidateBatch(Columns):
 
     @classmethod
     def of(cls, at: Index, choices: Index, schedule: Index, bound: Array) -> CandidateBatch:
-        """Candidates that offload nothing and whose memory is not known yet."""
+        """Candidates that save nothing and whose memory is not known yet."""
         return cls(at, choices, schedule, np.zeros(len(at), int), bound, np.zeros(len(at)))
 
     def where(self, condition: Mask) -> CandidateBatch:
@@ -240,6 +240,19 @@ class PipelineVariant:
     schedule: str
     virtual_stages: int = 1
 
+    @property
+    def layout_choices(self) -> dict[str, object]:
+        """The choices as `Layout` names them."""
+        return {"schedule": self.schedule, "virtual_stages": self.virtual_stages}
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What a layout does to hold less in its HBM that leaves its work as it is; fields as in `Layout`."""
+
+    loss: str
+    offload: tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -252,14 +265,14 @@ class Choices:
             pass as a whole, where stage 1 has to hide the gathering of new weights behind the forward pass.
         fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
         schedule, virtual_stages: of the pipeline; virtual stages None for a list of them.
-        offload: tried in this order where a layout does not fit in memory with the first.
+        offload: tried in this order where a layout does not fit in memory with the first, nor with another loss.
         offload_layers: whose activations are offloaded; None for all.
         sequence_parallel: whether the residual stream is split over the tensor axis between matmuls; never worse, so
             on.
         collective_matmul: as in `Layout`; tried where it is asked for, as what compilers do by themselves depends on
             their version.
         expert_dispatch: as in `Layout`, which plans price alike.
-        loss: as in `Layout`; in chunks, which takes less memory and no more time, where all tools can.
+        loss: as in `Layout`; in chunks, which takes no other time, where a layout does not fit with whole logits.
     """
 
     remat: tuple[str, ...] = tuple(REMAT_POLICIES)
@@ -275,7 +288,7 @@ class Choices:
     sequence_parallel: bool = True
     collective_matmul: str = "compiler"
     expert_dispatch: str = "auto"
-    loss: tuple[str, ...] = ("whole",)
+    loss: tuple[str, ...] = LOSSES
 
     @property
     def usual(self) -> Choices:
@@ -287,6 +300,7 @@ class Choices:
             schedule=schedule or self.schedule,
             remat_layers=self.remat_layers or (None,),
             offload=((),) if () in self.offload else self.offload,
+            loss=self.loss[:1],
         )
 
     def include(self, layout: Layout) -> bool:
@@ -295,6 +309,7 @@ class Choices:
             layout.fully_sharded in self.fully_sharded
             and layout.schedule in self.schedule
             and layout.offload in self.offload
+            and layout.loss in self.loss
             and (self.remat_layers is None or layout.remat_layers in self.remat_layers)
         )
 
@@ -341,7 +356,7 @@ class ComputeVariant:
     @property
     def layout_choices(self) -> dict[str, object]:
         """The choices that all of them share, as `Layout` names them."""
-        names = "remat", "sequence_parallel", "expert_tensor_parallel", "context_method", "collective_matmul", "loss"
+        names = "remat", "sequence_parallel", "expert_tensor_parallel", "context_method", "collective_matmul"
         shared = {name: getattr(self.own, name) for name in names}
         return shared | {"remat_layers": self.remat_layers, "expert_dispatch": self.asked.expert_dispatch}
 
@@ -371,8 +386,8 @@ def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]
     found = []
     ways = asked.expert_tensor_parallel
     # Those that differ in remat alone follow one another: they share the prices of their operations.
-    each = itertools.product(ways, asked.context_method, (False, True), asked.loss, asked.remats(model.num_layers))
-    for expert_tensor, method, exchanges, loss, (remat, layers) in each:
+    each = itertools.product(ways, asked.context_method, (False, True), asked.remats(model.num_layers))
+    for expert_tensor, method, exchanges, (remat, layers) in each:
         if (exchanges and not mixture) or not (expert_tensor or asked.sequence_parallel):
             continue
         own = LayoutChoices(
@@ -385,7 +400,6 @@ def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]
             exchanges=exchanges,
             partial_remat=layers is not None,
             collective_matmul=asked.collective_matmul,
-            loss=loss,
         )
         stages, sharings = dict.fromkeys((0, *asked.zero)), dict.fromkeys((True, *asked.fully_sharded))
         stored = tuple(replace(own, zero=z, fully_sharded=f) for z, f in itertools.product(stages, sharings))

@@ -190,9 +190,9 @@ def _networks(problem: TrainingProblem, request: LayoutRequest) -> list[Fabric]:
 
 
 def _left_open(request: LayoutRequest) -> Choices:
-    """What a layout leaves to choose; whole policies, and nothing is offloaded unless it says so."""
+    """What a layout leaves to choose; whole policies; nothing is offloaded, no loss in chunks, unless it says so."""
     asked = {"remat_layers": None, **request.choices} if request.choices.get("remat") != "full" else request.choices
-    return asked_choices({"offload": (), **asked})
+    return asked_choices({"offload": (), "loss": "whole", **asked})
 
 
 def _check_schedule(problem: TrainingProblem, request: LayoutRequest) -> None:

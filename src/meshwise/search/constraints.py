@@ -87,19 +87,11 @@ class Constraints:
         return sizes
 
     @property
-    def _chunks_losses(self) -> bool:
-        """Whether there are tools to plan for, and all of them make losses in chunks."""
-        asked = self.tools if not self.tools_optional and "loss=chunked" not in self.forbidden else ()
-        return bool(asked) and all(tool.may_run({"loss": "chunked"}) for tool in asked)
-
-    @property
     def choices(self) -> Choices:
         """What is left to try besides sizes."""
         choices = asked_choices(self.fixed)
         if self.tools and "schedule" not in self.fixed:  # some run nothing else
             choices = replace(choices, schedule=(*choices.schedule, "gpipe"))
-        if "loss" not in self.fixed and self._chunks_losses:
-            choices = replace(choices, loss=("chunked",))
         for word in self.forbidden:
             if axis_of(word) is None:
                 choices = _without(choices, word)

@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 from meshwise.costs.arithmetic import Num, joined, take
-from meshwise.costs.memory import End, LocalMemory, StageMemory, stage_memory
+from meshwise.costs.ends import End, own_positions
+from meshwise.costs.memory import LocalMemory, StageMemory, stage_memory
 from meshwise.costs.offload import offloaded_bytes
 from meshwise.costs.pipeline import Part
 from meshwise.costs.weight_traffic import evaluate_states, state_sums
@@ -48,11 +49,11 @@ class MemoryPrices:
         self._states = RowTable(self._evaluate_states)  # of a state on a mesh
         self._num_meshes = len(self.network.table.meshes)
 
-    def stages(self, batch: CandidateBatch) -> tuple[StageMemory, ...]:
-        """What the devices hold that may be the fullest, of candidates sorted by their choices."""
+    def stages(self, batch: CandidateBatch, loss: str) -> tuple[StageMemory, ...]:
+        """What the devices hold that may be the fullest with a loss, of candidates sorted by their choices."""
         partial = bool(self.partial[batch.choices].any())
         share = self.share[batch.choices]
-        local, state = self._local(batch), self._states_of(batch)
+        local, state = self._local(batch, loss), self._states_of(batch)
         blocks, held, number = list[tuple[Part, LocalMemory]](), list[Mapping[str, Num]](), 0
         for block in self.program:
             for rest in (False, True) if block.role == "layer" else (False,):
@@ -63,6 +64,11 @@ class MemoryPrices:
                 number += 1
         pipe = self.bounds.pipe[self.bounds.key_of[batch.at]]
         ends = take(self._ends, batch.schedule * len(self.bounds.stages) + pipe)
+        if self.problem.in_step:
+            mesh = self.network.table.axes(self.network.table.mesh_id[batch.at])
+            parallel = np.array([c.sequence_parallel for c in self.network.choices])[batch.choices]
+            positions = own_positions(self.problem.job.seq_len, mesh, sequence_parallel=parallel)
+            ends = tuple(end.dealt(positions, mesh["stage"]) for end in ends)
         return tuple(stage_memory(blocks, held, end) for end in ends)
 
     def total(self, stages: Sequence[StageMemory], offload: tuple[str, ...], rows: int) -> Array:
@@ -77,12 +83,12 @@ class MemoryPrices:
         twice = ([value] * (1 + (block.role == "layer")) for block, value in zip(self.program, blocks, strict=True))
         return tuple(value for values in twice for value in values)
 
-    def _local(self, batch: CandidateBatch) -> tuple[LocalMemory, ...]:
+    def _local(self, batch: CandidateBatch, loss: str) -> tuple[LocalMemory, ...]:
         found, lengths = [], []
         chosen, begins = np.unique(batch.choices, return_index=True)
         for c, begin, end in zip(chosen, begins, [*begins[1:], len(batch)], strict=True):
             sizes = self.network.table.local[batch.at[begin:end]]
-            found.append(self._doubled(int(c), self.network.memory(self.network.choices[c], sizes)))
+            found.append(self._doubled(int(c), self.network.memory(self.network.choices[c], loss, sizes)))
             lengths.append(int(end - begin))
         held: tuple[LocalMemory, ...] = joined(found, lengths)
         return held
@@ -101,10 +107,12 @@ class MemoryPrices:
         for s in np.unique(state):
             c, own = representatives[s], mesh[state == s]
             sizes = self.network.table.axes(own)
-            found.append(self._doubled(c, evaluate_states(self.problem, self.network.choices[c], sizes)))
+            shared = self.problem.made_in_step is not None
+            states = evaluate_states(self.problem, self.network.choices[c], sizes, shared=shared)
+            found.append(self._doubled(c, states))
             lengths.append(len(own))
-        states: _States = joined(found, lengths)
-        return states
+        every: _States = joined(found, lengths)
+        return every
 
     @cached_property
     def _ends(self) -> tuple[End, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -23,11 +23,25 @@ from meshwise.costs.memory import LocalMemory
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.weight_traffic import weight_choices
 from meshwise.search.asked import SearchSpace
-from meshwise.search.candidates import Array, CandidateTable, Index, Mask, compute_variants, distinct
+from meshwise.search.candidates import (
+    Array,
+    CandidateTable,
+    Choices,
+    ComputeVariant,
+    Index,
+    Mask,
+    PipelineVariant,
+    Saving,
+    compute_variants,
+)
 from meshwise.search.space import IdealWires
-from meshwise.search.tools import ToolMasks, possible_schedules, possible_variants
+from meshwise.search.tools import Tool, ToolMasks, possible_meshes, possible_schedules, possible_variants
+from meshwise.sharding.layout import MESH_AXES
 
 T = TypeVar("T")
+
+#: Of compute, schedules and losses, what may be chosen.
+_Possible = tuple[tuple[ComputeVariant, ...], tuple[PipelineVariant, ...], tuple[str, ...]]
 
 #: Rows that are worked out at once where there are no more.
 FEW = 512
@@ -54,44 +68,54 @@ class SearchedNetwork:
     def __init__(self, local: LocalTables, space: SearchSpace, fabric: Fabric, table: CandidateTable) -> None:
         self.local, self.problem, self.fabric, self.table = local, local.problem, fabric, table
         self.capacity, self.asked = self.problem.cluster.chip.hbm_usable * space.memory_share, space.choices
-        self.variants = possible_variants(space.tools, compute_variants(self.problem.model, self.asked))
+        self.variants, schedules, self.losses = local.possible(space.tools, self.asked)
         self.sizes = local.numbers(table.sizes)  # of each of the table's sizes in `local`
         self.choices = tuple(stored for variant in self.variants for stored in variant.stored)
         self.variant_of = np.repeat(np.arange(len(self.variants)), [len(v.stored) for v in self.variants])
-        schedules = possible_schedules(space.tools, self.asked.variants)
         self.schedules = schedules if table.axis("stage").max(initial=1) > 1 else schedules[:1]  # one stage has one
         self.masks = ToolMasks(space.tools, table) if space.tools else None
         has_host = self.problem.cluster.chip.host_memory is not None
-        self.offloads = tuple(parts for parts in self.asked.offload if has_host or not parts)
+        offloads = (parts for parts in self.asked.offload if has_host or not parts)
+        self.savings = tuple(Saving(loss, parts) for parts in offloads for loss in self.losses)
+        self.offloads = np.array([bool(saving.offload) for saving in self.savings], bool)  # whether each does
         self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
         # On one level each mesh has one placement: its price takes no longer than a bound of all.
         self.placed_alone = len(fabric.dimensions) == 1
-        # Of combinations of choices, numbers of what tools refuse; the last of the offloads stands for any.
-        self._numbers = np.full((len(self.choices), len(self.schedules), len(self.offloads) + 1), -1, np.int32)
+        # Of combinations of choices, numbers of what tools refuse; the last of the savings stands for any.
+        self._numbers = np.full((len(self.choices), len(self.schedules), len(self.savings) + 1), -1, np.int32)
 
-    def runs(self, choices: Index, schedule: Index, at: Index, offload: int | None = None) -> Mask:
-        """Which candidates some tool takes: whatever they offload, or with this part of them offloaded."""
+    def runs(self, choices: Index, schedule: Index, at: Index, saving: int | None = None) -> Mask:
+        """Which candidates some tool takes: whatever saves memory, or with this one of the savings."""
         if self.masks is None:
             return np.ones(len(at), bool)
-        numbers = self._numbers[:, :, -1 if offload is None else offload]
-        if len(new := np.flatnonzero(numbers[choices, schedule] < 0)):
-            offloads = range(len(self.offloads)) if offload is None else (offload,)
-            for i in new[distinct((choices[new], schedule[new]))[0]]:
-                c, s = int(choices[i]), int(schedule[i])
-                several = (self.layout_choices(c, s, o) | {"structure": self.choices[c]} for o in offloads)
-                numbers[c, s] = self.masks.number(several)
+        numbers = self._numbers[:, :, -1 if saving is None else saving]
+        new = np.zeros(numbers.shape, bool)
+        new[choices, schedule] = True
+        savings = range(len(self.savings)) if saving is None else (saving,)
+        for c, s in np.argwhere(new & (numbers < 0)).tolist():
+            several = (self.layout_choices(c, s, o) | _storage(self.choices[c]) for o in savings)
+            numbers[c, s] = self.masks.number(several)
         return self.masks.takes(numbers[choices, schedule].astype(int), at)
 
     def layout_choices(self, c: int, s: int, o: int) -> dict[str, Any]:
         """One combination of choices, as `Layout` names them."""
-        stored, variant, offload = self.choices[c], self.variants[self.variant_of[c]], self.offloads[o]
-        away = {"offload": offload, "offload_layers": self.asked.offload_layers if "activations" in offload else None}
+        stored, variant, saving = self.choices[c], self.variants[self.variant_of[c]], self.savings[o]
+        layers = self.asked.offload_layers if "activations" in saving.offload else None
+        away = {"loss": saving.loss, "offload": saving.offload, "offload_layers": layers}
         storage = {"zero": stored.zero, "fully_sharded": stored.fully_sharded}
-        return {**variant.layout_choices, **asdict(self.schedules[s]), **storage, **away}
+        return {**variant.layout_choices, **self.schedules[s].layout_choices, **storage, **away}
 
-    def memory(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalMemory, ...]:
+    def memory(self, choices: LayoutChoices, loss: str, sizes: Index) -> tuple[LocalMemory, ...]:
         """What blocks hold, for some of the table's sizes."""
-        return self.local.memory(choices, self.sizes[sizes])
+        whole = self.local.memory(choices, self.sizes[sizes])
+        if loss == "whole":
+            return whole
+        blocks = zip(self.problem.lowered.training(choices), whole, strict=True)
+        return tuple(self.head(choices, loss, sizes, own) if b.role == "head" else own for b, own in blocks)
+
+    def head(self, choices: LayoutChoices, loss: str, sizes: Index, whole: LocalMemory) -> LocalMemory:
+        """What the head holds that with whole logits holds `whole`, for some of the table's sizes."""
+        return whole if loss == "whole" else self.local.head(replace(choices, loss=loss), self.sizes[sizes])
 
     def blocks(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
         """What one device does, for some of the table's sizes."""
@@ -100,6 +124,11 @@ class SearchedNetwork:
     def busy(self, choices: LayoutChoices, sizes: Index) -> Array:
         """Seconds that one device computes for a microbatch at least, for some of the table's sizes."""
         return self.local.busy(choices, self.sizes[sizes])
+
+
+def _storage(stored: LayoutChoices) -> dict[str, object]:
+    """The choices that tell apart those of one compute variant, as `Layout` names them, and their rule tables."""
+    return {"zero": stored.zero, "fully_sharded": stored.fully_sharded, "strategy": stored.strategy}
 
 
 class LocalTables:
@@ -111,18 +140,46 @@ class LocalTables:
 
     def __init__(self, problem: TrainingProblem) -> None:
         self.problem = problem
-        self._numbers: dict[tuple[float, ...], int] = {}
+        self._numbers: dict[bytes, int] = {}
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
         self._tables: dict[LayoutChoices, RowTable[tuple[LocalBlock, ...]]] = {}
         self._memory: dict[LayoutChoices, RowTable[tuple[LocalMemory, ...]]] = {}
+        self._heads: dict[LayoutChoices, RowTable[LocalMemory]] = {}
         self._busy: dict[LayoutChoices, RowTable[Array]] = {}
         self._prices = Recent[OperationPrices](2)
+        self._possible: dict[object, _Possible] = {}
+        self._values: dict[object, dict[str, dict[object, None]]] = {}  # name of a choice -> what it may be
+
+    def possible(self, tools: tuple[Tool, ...], asked: Choices) -> _Possible:
+        """What of the choices of a search some tool may take: alike on all networks."""
+        key = tools, asked
+        if key not in self._possible:
+            losses = tuple(way for way in asked.loss if not tools or any(t.may_run({"loss": way}) for t in tools))
+            variants = possible_variants(tools, compute_variants(self.problem.model, asked)) if losses else ()
+            self._possible[key] = variants, possible_schedules(tools, asked.variants), losses
+        return self._possible[key]
+
+    def meshes(self, space: SearchSpace, rows: Index) -> Index:
+        """Those of some meshes, [meshes, axes], that some tool may take with the choices of a space."""
+        if not space.tools:
+            return rows
+        if (key := (space.tools, space.choices)) not in self._values:
+            variants, schedules, _ = self.possible(*key)
+            values = self._values[key] = {}
+            stored = (v.layout_choices | _storage(own) for v in variants for own in v.stored)
+            for choices in (*stored, *(s.layout_choices for s in schedules)):
+                for name, value in choices.items():
+                    values.setdefault(name, {})[value] = None
+        sizes = dict(zip(MESH_AXES, rows.T.astype(float), strict=True))
+        return rows[possible_meshes(space.tools, sizes, self._values[key])]
 
     def numbers(self, sizes: LocalSizes) -> Index:
         """The number of each of some sizes; new ones get the next."""
-        rows = np.column_stack([getattr(sizes, f.name) for f in fields(LocalSizes)]).tolist()
-        found = np.array([self._numbers.setdefault(tuple(row), len(self._numbers)) for row in rows], int)
-        self._sizes = np.array(list(self._numbers)).T
+        rows, known = np.column_stack([getattr(sizes, f.name) for f in fields(LocalSizes)]), len(self._numbers)
+        keys = rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel().tolist()
+        found = np.array([self._numbers.setdefault(key, len(self._numbers)) for key in keys], int)
+        self._sizes = np.pad(self._sizes, ((0, 0), (0, len(self._numbers) - known)))
+        self._sizes[:, found] = rows.T
         return found
 
     def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
@@ -138,6 +195,14 @@ class LocalTables:
         if choices not in self._memory:
             self._memory[choices] = RowTable(partial(self._evaluate_memory, choices), lambda: len(self._numbers))
         return self._memory[choices](numbers)
+
+    def head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
+        """What the head holds, with one row for each number of sizes; all remat policies share it."""
+        _forget(self._heads)
+        own = replace(choices, remat="none", partial_remat=False)
+        if own not in self._heads:
+            self._heads[own] = RowTable(partial(self._evaluate_head, own), lambda: len(self._numbers))
+        return self._heads[own](numbers)
 
     def busy(self, choices: LayoutChoices, numbers: Index) -> Array:
         """Seconds that the device computes for a microbatch, all copies of its blocks, less what rounding may add."""
@@ -155,6 +220,9 @@ class LocalTables:
         if choices in self._tables and self._tables[choices].knows(numbers):
             return tuple(block.memory for block in self._tables[choices](numbers))
         return evaluate_local_memory(self.problem, choices, self._priced(choices, numbers))
+
+    def _evaluate_head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
+        return evaluate_local_memory(self.problem, choices, self._priced(choices, numbers), "head")[0]
 
     def _priced(self, choices: LayoutChoices, numbers: Index) -> OperationPrices:
         def made() -> OperationPrices:

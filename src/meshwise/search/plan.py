@@ -56,8 +56,8 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "training": ("schema_version", "model", "job", *_PROBLEM, "layout", "fabric"),
     "serving": ("schema_version", "kind", "model", "load", *_PROBLEM, "setup"),
 }
-#: What a file may keep of the estimate. Those of older versions have none.
-_ESTIMATE = "estimate"
+#: What a file may have besides: of the estimate, which those of older versions lack, and that stages work in step.
+_ESTIMATE, _IN_STEP = "estimate", "in_step"
 _SETUP = ("mode", "prefill", "decode", "batch", "prefill_batch", "chunk")
 
 #: What was read from JSON.
@@ -125,6 +125,7 @@ class Plan:
             job=self.problem.job.model_dump(),
             layout=self.layout.to_json(),
             fabric=[{"name": d.name, "size": d.size, "wraps": d.wraps} for d in self.fabric.dimensions],
+            **{_IN_STEP: True} if self.problem.in_step else {},
         )
 
     @classmethod
@@ -140,7 +141,8 @@ class Plan:
             cluster, model = _cluster_and_model(value)
             job = TrainingJob(**value["job"])
             check_length(model, job.seq_len)
-            problem = TrainingProblem(model, job, cluster, find_calibration(value["calibration"], cluster.chip))
+            calibration, in_step = find_calibration(value["calibration"], cluster.chip), value.get(_IN_STEP, False)
+            problem = TrainingProblem(model, job, cluster, calibration, {False: False, True: True}[in_step])
             fabric = _fabric(cluster, value["fabric"], flat_rings=problem.calibration.flat_rings)
             layout = Layout.from_json(value["layout"])
             _check_batch(layout, job)
@@ -260,7 +262,8 @@ def _saved(kind: Kind, plan: Plan | ServingPlan, /, **own: object) -> str:
         "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
         "calibration": problem.calibration.name,
     }
-    return json.dumps({key: value[key] for key in _KEYS[kind]} | {_ESTIMATE: plan.kept}, indent=2)
+    kept = {key: value[key] for key in (*_KEYS[kind], _IN_STEP) if key in value}
+    return json.dumps(kept | {_ESTIMATE: plan.kept}, indent=2)
 
 
 def _stale(value: Document, now: Mapping[str, float]) -> str:
@@ -283,11 +286,7 @@ def _stale(value: Document, now: Mapping[str, float]) -> str:
 
 
 def _parsed(text: str, kind: Kind) -> Document:
-    """The JSON object of a saved plan, in the current schema.
-
-    Raises:
-        ConfigError: no such document.
-    """
+    """The JSON object of a saved plan, in the current schema; refused where it is none."""
     version, save = ("1", "--save") if kind == "training" else ("2", "'plan serve --save'")
     try:
         value = parse_json(text, "plan JSON", finite=False)  # some models bound time steps by infinity
@@ -302,7 +301,8 @@ def _parsed(text: str, kind: Kind) -> Document:
             f"plan JSON: schema_version: expected {version!r}, found {value.get('schema_version')!r}; another version "
             "of meshwise saved it: plan again with this one"
         )
-    if not isinstance(value, Mapping) or set(value) - {_ESTIMATE} != set(_KEYS[kind]):
+    besides = {_ESTIMATE, _IN_STEP} if kind == "training" else {_ESTIMATE}
+    if not isinstance(value, Mapping) or set(value) - besides != set(_KEYS[kind]):
         found = ", ".join(sorted(value)) if isinstance(value, Mapping) else type(value).__name__
         raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS[kind]))}; found {found}")
     return value

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshwise.costs.evaluate import LocalBlock, evaluated, offloaded
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.memory import StageMemory
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Wires
@@ -105,31 +106,37 @@ class Pricing:
     def fitting(self, batch: CandidateBatch) -> tuple[CandidateBatch, float]:
         """The candidates that fit in memory, with their memory; and the least memory of any.
 
-        Where one does not fit, copies of it that offload something do, perhaps: but none that offloads all that
-        another does which fits, for it is no faster.
+        Where one does not fit, copies of it that save memory do, perhaps: but none that offloads all that
+        another does which fits, for it is no faster. A loss in chunks takes no other time than a whole one.
         """
-        found, least = [CandidateBatch.none()], math.inf
+        found, least, savings = [CandidateBatch.none()], math.inf, self.network.savings
+        nested = all(set(savings[0].offload) <= set(saving.offload) for saving in savings)
         order = np.argsort(batch.choices, kind="stable")
         for begin in range(0, len(batch), 2 * CHUNK):
             self.tick()
             mine = batch.take(order[begin : begin + 2 * CHUNK])
-            stages = self.memory.stages(mine)
+            stages: dict[str, tuple[Index, tuple[StageMemory, ...]]] = {}
             tried: list[tuple[frozenset[str], Mask]] = []
-            for o, offload in enumerate(self.network.offloads):
+            for o, saving in enumerate(savings):
                 needed = np.ones(len(mine), bool)
                 for smaller, fitted in tried:
-                    if smaller <= set(offload):
+                    if smaller <= set(saving.offload):
                         needed &= ~fitted  # it is no faster than what fits
                 if not needed.any():
                     continue
-                sizes = self.memory.total(stages, offload, len(mine))
+                if saving.loss not in stages:
+                    rows = np.flatnonzero(needed) if nested else np.arange(len(mine))  # later ones are among these
+                    stages[saving.loss] = rows, self.memory.stages(mine.take(rows), saving.loss)
+                rows, held = stages[saving.loss]
+                sizes = np.full(len(mine), math.inf)
+                sizes[rows] = self.memory.total(held, saving.offload, len(rows))
                 sizes = np.where(self.network.runs(mine.choices, mine.schedule, mine.at, o), sizes, math.inf)
                 least = min(least, float(sizes.min()))
                 fits = sizes <= self.network.capacity
-                tried.append((frozenset(offload), fits))
+                tried.append((frozenset(saving.offload), fits))
                 kept = np.flatnonzero(needed & fits)
                 chosen = mine.take(kept)
-                chosen.memory, chosen.offload = sizes[kept], np.full(len(kept), o)
+                chosen.memory, chosen.saving = sizes[kept], np.full(len(kept), o)
                 found.append(chosen)
         return CandidateBatch.joined(found), least
 
@@ -168,7 +175,7 @@ class Pricing:
     def found(self, priced: Priced, i: int, score: float) -> Found:
         """Spell row `i` out as a layout."""
         batch, factors, table = priced.batch, priced.factors[i], self.table
-        at, c, s, o = (int(column[i]) for column in (batch.at, batch.choices, batch.schedule, batch.offload))
+        at, c, s, o = (int(column[i]) for column in (batch.at, batch.choices, batch.schedule, batch.saving))
         sizes: dict[str, Any] = {a: int(n[0]) for a, n in table.axes(table.mesh_id[at : at + 1]).items()}
         choices = self.network.layout_choices(c, s, o)
         shared = math.prod(sizes[a] for a in ("context", "ulysses", "expert")) > 1
@@ -200,18 +207,18 @@ class Pricing:
         """Seconds per token under one of the layout choices; `inverse` says which of `candidates` is whose."""
         shared = evaluated(self.problem, self.network.choices[c], candidates, links, local, bounded=False)
         tokens = np.broadcast_to(candidates.sequences * self.problem.job.seq_len, np.size(candidates.micro_batch))
-        out, offloads = np.zeros(len(batch)), self.network.offloads
+        out, savings = np.zeros(len(batch)), self.network.savings
         with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
             for s in np.unique(batch.schedule):
-                pipeline, away = self._pipeline(int(s), candidates), np.unique(batch.offload[batch.schedule == s])
+                pipeline, ways = self._pipeline(int(s), candidates), np.unique(batch.saving[batch.schedule == s])
                 # What is offloaded is arithmetic on time and memory; without, time is enough.
-                plain = shared.costs(pipeline) if any(offloads[int(o)] for o in away) else None
+                plain = shared.costs(pipeline) if self.network.offloads[ways].any() else None
                 step = shared.time(pipeline) if plain is None else plain.step
-                for o in away:
-                    which, own = offloads[int(o)], step
+                for o in ways:
+                    which, own = savings[int(o)].offload, step
                     if plain is not None and which:
                         own = offloaded(plain, which, candidates.offload_share).step
-                    mine = np.flatnonzero((batch.schedule == s) & (batch.offload == o))
+                    mine = np.flatnonzero((batch.schedule == s) & (batch.saving == o))
                     seconds = np.broadcast_to(own.expected, len(tokens)) / tokens
                     out[mine] = seconds[inverse[mine]]
         return out

@@ -100,8 +100,9 @@ class NetworkSearch:
             self.state.least_memory = self.pricing.least_memory(self.state.least_memory, exact=exact)
 
     def price_all(self) -> None:
-        """Price every layout: so few take no longer than their bounds."""
-        fitting = self._fitting(self.pricing.bounds.members_of(self.pricing.bounds.all_groups()))
+        """Price every layout that may matter: so few take no longer than their bounds."""
+        bounds = self.pricing.bounds
+        fitting = self._fitting(bounds.members_of(bounds.all_groups(self.matters)))
         self.state.priced += len(fitting)
         self.expand(fitting)
         self.state.here = math.inf
@@ -161,12 +162,13 @@ class NetworkSearch:
         batch = self.waiting.by_bound()
         leaders = self._leaders(batch)
         batch = self._expand_of(batch, leaders[self.below_cut(batch.bound[leaders])])
-        size = min(_GO, most)
+        size, ways = min(_GO, most), 1  # of the layout choices, for each takes time of its own
         while most > 0 and len(worthy := np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))):
             # The others wait on: they may be on the front.
             chosen = worthy[: _go_of(size, len(worthy))]
+            chosen = chosen[_of_first(batch.choices[chosen], ways)]
             batch = self._expand_of(batch, chosen)
-            most, size = most - len(chosen), min(_GROWTH * size, CHUNK)
+            most, size, ways = most - len(chosen), min(_GROWTH * size, CHUNK), 2 * ways
             self._raise_floor(batch.bound)
         self.waiting = batch
 
@@ -283,7 +285,7 @@ class NetworkSearch:
 
     def _fitting(self, batch: CandidateBatch) -> CandidateBatch:
         fitting, least = self.pricing.fitting(batch)
-        self.state.infeasible += len(batch) - int((fitting.offload == 0).sum())
+        self.state.infeasible += len(batch) - int((~self.network.offloads[fitting.saving]).sum())
         self.state.least_memory = min(self.state.least_memory, least)
         return fitting
 
@@ -323,6 +325,12 @@ class NetworkSearch:
     def _undominated(self, batch: CandidateBatch) -> CandidateBatch:
         front = self.state.front
         return batch.where((batch.bound < front.reach) & ~front.dominated(batch.bound, batch.memory))
+
+
+def _of_first(values: Index, number: int) -> Mask:
+    """Which values are among the first so many that differ."""
+    first = np.sort(np.unique(values, return_index=True)[1])[:number]
+    return np.isin(values, values[first])
 
 
 def _go_of(size: int, left: int) -> int:
@@ -412,7 +420,7 @@ def _search_fabric(
     job, started = local.problem.job, time.monotonic()
     cut = {"micro_batch": space.micro_batch, "num_microbatches": space.num_microbatches}
     chips = math.prod(fabric.sizes)
-    blocks = mesh_blocks(job, meshes(chips, space.limits), **cut)
+    blocks = mesh_blocks(job, local.meshes(space, meshes(chips, space.limits)), **cut)
     if simple_first and (chips >= _MANY_CHIPS or len(blocks) > 1):
         _search_simple(state, local, space, fabric)
     here, elsewhere = state.here, state.elsewhere

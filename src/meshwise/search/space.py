@@ -191,7 +191,8 @@ def undominated(
         w = wires(group)
         columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency, w.scheduled]
         # Without flat rings, latencies are the gather's, and an AllReduce is twice a gather, which is there.
-        columns += [w.scheduled_latency, w.tree, w.tree_latency] if fabric.flat_rings else []
+        flat = [w.scheduled_latency, w.ring_hops, w.tree, w.tree_latency, w.tree_hops]
+        columns += flat if fabric.flat_rings else []
         columns += [w.all_reduce, w.tree] if fabric.in_network_reduction else []
         columns += [w.routed] if routing_of(group, routing) else []  # else the exchange, which is there
     columns += [wires.share_links(*pair) * 1.0 for pair in at_once]

@@ -6,7 +6,7 @@ A tool is a list of conditions on a layout; `exports` has them. Not here: any to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
@@ -70,13 +70,11 @@ class ServingTool:
 
     def takes_each(self, kind: str, layouts: Sequence[ServingLayout], *, several: bool) -> tuple[Mask, Mask]:
         """Which layouts it takes for one prompt, and for `several` that are prefilled together."""
-        known: dict[ServingLayout, tuple[bool, bool]] = {}
-        for layout in layouts:
-            if layout not in known:
-                one = self.takes(kind, layout, 1, None)
-                known[layout] = one, several and one and self.takes(kind, layout, 2, None)
-        each = np.array([known[layout] for layout in layouts], bool).reshape(-1, 2)
-        return each[:, 0], each[:, 1]
+        one = [self.takes(kind, layout, 1, None) for layout in layouts]
+        more = [
+            taken and several and self.takes(kind, layout, 2, None) for taken, layout in zip(one, layouts, strict=True)
+        ]
+        return np.array(one, bool), np.array(more, bool)
 
 
 class _Unknown(Exception):  # noqa: N818 -- no error: a condition reads what is not known yet
@@ -115,8 +113,34 @@ def possible_variants(tools: Sequence[Tool], variants: Iterable[ComputeVariant])
 
 def possible_schedules(tools: Sequence[Tool], schedules: Sequence[PipelineVariant]) -> tuple[PipelineVariant, ...]:
     """The schedules that some tool may take; where no tool has pipelines, the first stands for one stage."""
-    kept = [s for s in schedules if not tools or any(t.may_run(asdict(s), {"stage": 2}) for t in tools)]
+    kept = [s for s in schedules if not tools or any(t.may_run(s.layout_choices, {"stage": 2}) for t in tools)]
     return tuple(kept or schedules[:1])
+
+
+def possible_meshes(tools: Sequence[Tool], sizes: Mapping[str, Array], values: Mapping[str, Iterable[object]]) -> Mask:
+    """Which meshes some tool may take with choices among `values`; those that are not named may be any."""
+    refused: Condition = True
+    for tool in tools:
+        each: Condition = False
+        for condition in tool.refusals:
+            each = each | _always(condition, sizes, {}, values)
+        refused = refused & each
+    return np.broadcast_to(np.logical_not(refused), len(next(iter(sizes.values()))))
+
+
+def _always(
+    refused: Refusal, sizes: Mapping[str, Array], choices: Mapping[str, object], values: Mapping[str, Iterable[object]]
+) -> Condition:
+    """Of which sizes a condition holds with these choices, whatever others it reads, each among its values."""
+    try:
+        return refused(cast(Layout, _Partly(sizes, choices)))
+    except _Unknown as unknown:
+        name = str(unknown)
+    held: Condition = name in values
+    for value in values.get(name, ()):
+        if np.any(held):  # else some choice is taken everywhere
+            held = held & _always(refused, sizes, {**choices, name: value}, values)
+    return held
 
 
 class ToolMasks:
@@ -133,7 +157,7 @@ class ToolMasks:
 
     def __init__(self, tools: Sequence[Tool], table: CandidateTable) -> None:
         self.tools, self.table = tools, table
-        self._read: dict[Refusal, set[str]] = {}
+        self._read: dict[Refusal, tuple[str, ...]] = {}  # choices that a condition reads
         self._known: dict[tuple[Refusal, tuple[object, ...]], bool | _Bits] = {}
         self._names: dict[str, tuple[str, ...]] = {}  # choices that some condition of a tool reads
         self._tools: dict[tuple[str, tuple[str, ...], tuple[object, ...]], _Bits | None] = {}
@@ -175,8 +199,7 @@ class ToolMasks:
         return self._tools[key]
 
     def _refused(self, refused: Refusal, choices: Mapping[str, object]) -> bool | _Bits:
-        read = self._read.setdefault(refused, set())
-        key = refused, tuple(choices[name] for name in sorted(read))
+        key = refused, tuple([choices[name] for name in self._read.get(refused, ())])
         if key not in self._known:
             kind, layout = 0, _Partly(self.table.axes(), choices)
             try:
@@ -185,8 +208,8 @@ class ToolMasks:
                 kind, layout = 1, _Partly(self._rows, choices)
                 held = refused(cast(Layout, layout))
             # What was worked out with fewer choices read stands under keys that no longer come up.
-            read |= layout.read
-            key = refused, tuple(choices[name] for name in sorted(read))
+            self._read[refused] = read = tuple(sorted(layout.read.union(self._read.get(refused, ()))))
+            key = refused, tuple([choices[name] for name in read])
             if np.ndim(held):
                 bit = self._flags[kind].add(np.asarray(held, bool))
                 self._known[key] = (0, bit) if kind else (bit, 0)

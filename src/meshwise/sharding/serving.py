@@ -227,6 +227,11 @@ class ServingLayout(MeshLayout):
         return self.engine_chips * self.replicas
 
     @property
+    def ranks(self) -> int:
+        """Groups of chips of one engine whose attention sees different requests."""
+        return self.expert * self.fsdp * (self.cache if self.cache_split == "batch" else 1)
+
+    @property
     def weight_ways(self) -> int:
         """Into how many parts the weights of a layer (but experts) are stored."""
         return self.tensor * self.cache * self.width * self.fsdp

@@ -20,10 +20,11 @@ def test_time_per_token_is_a_step_and_its_share_of_prefills():
     e = estimate(given, "tensor=8", 64)
     decode = step(given, "decode", "tensor=8", 64, 1, 1024 + 128).expected
     prefill = step(given, "prefill", "tensor=8", 1, 1024, 1024).expected
-    assert e.tpot.expected == pytest.approx(decode + 64 / 255 * prefill, rel=1e-12)
+    assert e.tpot.expected == pytest.approx(decode + 63 / 255 * prefill, rel=1e-12)  # not its own
     assert e.ttft.expected == pytest.approx(prefill + decode / 2, rel=1e-12)
-    # In the time of a request's 255 steps all 64 get one: what the engine does in that time adds up.
-    assert e.requests_per_s * e.tpot.expected * 255 == pytest.approx(64, rel=1e-12)
+    # In the time of a request's prefill and its 255 steps all 64 get one: what the engine does in that time adds up.
+    assert e.requests_per_s * (prefill + e.tpot.expected * 255) == pytest.approx(64, rel=1e-12)
+    assert estimate(given, "tensor=8", 1).tpot.expected == estimate(given, "tensor=8", 1).decode.seconds.expected
     assert e.throughput_per_chip == pytest.approx(e.requests_per_s * 256 / 8)
     assert e.usd_per_million_output_tokens == pytest.approx(
         given.cluster.price_per_chip_hour / 3600 / e.throughput_per_chip * 1e6
@@ -159,6 +160,16 @@ def test_what_a_layout_cannot_be_is_said(model, layout, more, said):
 def test_engines_that_cannot_be_laid_out_are_refused():
     with pytest.raises(ClusterError, match="cannot be laid on x 4 x y 4"):
         estimate(problem("llama-3-8b", "v5e:4x4"), "tensor=3", 8)
+
+
+@pytest.mark.parametrize("layout", ["tensor=8,stage=2", "tensor=16", "tensor=4,cache=4,cache_split=sequence"])
+@pytest.mark.parametrize("chips", [24, 40])
+def test_an_engine_of_whole_nodes_takes_as_long_among_other_nodes(layout, chips):
+    alone, among = (estimate(problem("llama-3-70b", f"h100:{n}"), layout, 8) for n in (16, chips))
+    for name in ("ttft", "tpot", "requests_per_s", "memory"):
+        assert getattr(among, name) == getattr(alone, name)
+    with pytest.raises(ClusterError, match="whole nodes"):
+        estimate(problem("llama-3-70b", "h100:24"), "tensor=4,stage=5", 8)
 
 
 def test_a_step_takes_one_chunk_along_however_many_prompts_wait():

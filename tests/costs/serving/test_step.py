@@ -220,6 +220,22 @@ def test_a_mixed_step_s_flops_are_counted_once():
     assert mixed.flops == pytest.approx(hand, rel=1e-9)
 
 
+def test_a_prompt_is_of_one_rank_and_its_experts_of_all():
+    """Four ranks that attend for their own: a prompt for each takes as long as one prompt, but for its experts."""
+    structure, mesh = ServingLayoutChoices(), {**dict.fromkeys(SERVING_AXES, 1.0), "expert": 4.0}
+    decode, given = StepSizes(4.0, 1.0, 1024.0, mesh), problem("deepseek-v2", ideal=True)
+
+    def mixed(prompts):
+        return price_mixed_step(given, structure, StepSizes(prompts, 1024.0, 1024.0, mesh), decode, lambda _: NO_WIRE)
+
+    one, four = mixed(1.0), mixed(4.0)
+    layer = given.model.parameters
+    dense = layer.total - layer.by_part["experts"]
+    assert one.terms["attention"] == pytest.approx(four.terms["attention"], rel=1e-9)
+    assert one.terms["elementwise"] > 0.5 * four.terms["elementwise"]
+    assert one.flops > 2 * 1024 * (dense - layer.by_part["embedding"]) * 0.9
+
+
 def test_a_pipeline_shares_out_a_chunk_s_attention():
     """One chunk through four stages: each part has a fourth of its tokens, and of its pairs."""
     structure = ServingLayoutChoices()

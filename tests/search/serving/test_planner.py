@@ -19,9 +19,9 @@ from meshwise.jobs import ServingLoad
 from meshwise.jobs.lengths import parse_lengths
 from meshwise.jobs.mix import mix_lengths
 from meshwise.models import load_model
-from meshwise.search.serving import ServingConstraints, kept, plan_serving, planner
+from meshwise.search.serving import ServingConstraints, kept, plan_serving, planner, tables
 from meshwise.search.serving.pairs import aggregated, disaggregated, undominated
-from meshwise.search.serving.space import candidates
+from meshwise.search.serving.space import candidates, divisors, engine_sizes
 from meshwise.search.serving.tables import Tables
 
 
@@ -120,6 +120,32 @@ def test_nothing_in_the_space_is_better(constraints, monkeypatch):
     monkeypatch.setattr(planner, "ties", lambda _: (0.0, 0.0, 0.0))
     own, _ = objective_and_tie(plan_serving(given, constraints=constraints).plans[0], constraints)
     assert own <= best + 1e-9 * abs(best)
+
+
+@pytest.mark.parametrize(
+    ("on", "besides"),
+    [
+        ("h100:64", ()),
+        ("h100:96", (64,)),  # as many of whole nodes as a power of two
+        ("h100:160", (64, 128)),
+        ("h100:88", (16, 24, 32, 40, 48, 56, 64)),  # eleven nodes
+        ("gb200-nvl72:7", (2, 3, 4, 5, 6)),
+        ("v5p:4x4x12", ()),
+    ],
+)
+def test_engines_of_whole_nodes_need_not_divide_the_cluster(on, besides):
+    given = problem("mixtral-8x7b", on)
+    sizes = engine_sizes(given.network)
+    assert sizes == tuple(sorted({*divisors(given.cluster.num_chips), *besides}))
+    assert {c for g in candidates(given, given.network, "decode", besides) for c in g.chips} == {*besides}
+
+
+def test_engines_that_do_not_divide_the_cluster_serve_more(monkeypatch):
+    """Eight experts and 56 layers go into thirteen parts badly."""
+    given = problem("mixtral-8x22b", "gb200-nvl72:13")
+    best = plan_serving(given).plans[0]
+    monkeypatch.setattr(tables, "engine_sizes", lambda _: (1, 13))
+    assert best.output_tokens_per_s > 1.1 * plan_serving(given).plans[0].output_tokens_per_s
 
 
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwise.costs.engine import AttentionCosts, EngineCosts
@@ -91,8 +91,8 @@ def test_jumps_are_exact(workload, scheduling):
     expected = [row(one) for one in naive.serve(demands)]
     found, replica = served(costs, scheduling, demands)
     assert found == expected
-    assert replica.cache.used == 0
-    assert replica.cache.prefixes is None
+    assert replica.caches[0].used == 0
+    assert replica.caches[0].prefixes is None
     assert naive.peak_blocks <= costs.kv_blocks
     tokens = sum(d.output - 1 for d in demands)
     assert replica.activity.generated + sum(r.preemptions for r in naive.done) >= tokens
@@ -165,23 +165,41 @@ class OneByOne(Decoding):
     """Requests that decode, of which no run is longer than a step."""
 
     def longest_run(self, blocks):
-        assert self.pages.grown(self.count, self.steps, 1) <= blocks
+        assert all(self.next_blocks(rank) <= left for rank, left in enumerate(blocks))
         return min(super().longest_run(blocks), 1)
 
 
+#: Who gives way for those that decode, where no prompt goes on, finds blocks of another rank in the next step.
+BACK_AT_ONCE = [
+    Demand(0.0, 25, 1, (("a", 5), ("a", 8), ("a", 11)), None),
+    *(Demand(0.0, 1, 1, (), None) for _ in range(2)),
+    *(Demand(0.0, 6, n, (("a", 5),), None) for n in (1, 15)),
+    Demand(0.0, 25, 13, (("a", 5), ("a", 8), ("b", 11)), None),
+    Demand(TICK, 26, 11, (("b", 5), ("b", 8), ("a", 11)), None),
+    Demand(TICK, 2, 29, (), "7"),
+    Demand(TICK, 32, 6, (("7", 30),), "8"),
+    Demand(TICK, 2, 3, (), None),
+    Demand(301 * TICK, 2, 5, (), None),
+    Demand(601 * TICK, 5, 5, (), None),
+    Demand(602 * TICK, 2, 5, (), None),
+]
+
+
 @settings(max_examples=150, deadline=None)
-@given(sharing(), schedulings, st.integers(26, 60))
-def test_jumps_with_prefixes_decide_as_single_steps_do(demands, scheduling, blocks):
-    costs = CROWDED.replace(kv_blocks=blocks)
-    scheduling = replace(scheduling, prefix_cache=True)
+@given(sharing(), schedulings, st.integers(26, 60), st.integers(1, 3))
+@example(BACK_AT_ONCE, Scheduling("chunked", 5, 9, "swap", watermark=0.0), 26, 2)
+def test_jumps_with_prefixes_decide_as_single_steps_do(demands, scheduling, blocks, ranks):
+    costs = CROWDED.replace(kv_blocks=blocks * ranks)
+    scheduling = replace(scheduling, prefix_cache=True, ranks=ranks)
     jumped, replica = served(costs, scheduling, demands)
     with patch("meshwise.simulation.serving.replica.Decoding", OneByOne):
         single, slow = served(costs, scheduling, demands)
     assert jumped == single
     for one in (replica, slow):
-        assert one.cache.used == one.cache.prefixes.pinned == 0
-        assert one.cache.prefixes.blocks <= blocks
-        assert one.activity.kv_peak_blocks <= blocks
+        for cache in one.caches:
+            assert cache.used == cache.prefixes.pinned == 0
+            assert cache.prefixes.blocks <= blocks
+        assert one.activity.kv_peak_blocks <= costs.kv_blocks
     decided = ("hit_tokens", "preemptions", "prefilled", "generated", "decode_steps", "kv_peak_blocks")
     assert all(getattr(replica.activity, name) == getattr(slow.activity, name) for name in decided)
-    assert replica.cache.prefixes.blocks == slow.cache.prefixes.blocks
+    assert [c.prefixes.blocks for c in replica.caches] == [c.prefixes.blocks for c in slow.caches]

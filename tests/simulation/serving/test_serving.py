@@ -123,10 +123,10 @@ def test_nothing_is_lost(routing, scheduling, separate):
         assert not [*scheduler.waiting, *scheduler.ready, *scheduler.prefilling]
         replica.clock = math.inf
         replica._drop_sent()
-        assert replica.cache.used == pytest.approx(0, abs=1e-6)
-        if replica.cache.prefixes is not None:
-            assert replica.cache.prefixes.pinned == 0
-            assert replica.cache.prefixes.blocks <= costs.kv_blocks
+        assert replica.caches[0].used == pytest.approx(0, abs=1e-6)
+        if replica.caches[0].prefixes is not None:
+            assert replica.caches[0].prefixes.pinned == 0
+            assert replica.caches[0].prefixes.blocks <= costs.kv_blocks
         assert replica.activity.kv_peak_blocks <= costs.kv_blocks + (1 if scheduling.speculation else 0)
     rows = np.array(recorder.rows).reshape(-1, 8)
     index, arrival, started, first, finished, prompt, output, preemptions = rows.T

@@ -44,15 +44,16 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
     setup = with_wires(problem, fabric, setup)
     layout: ServingLayout = getattr(setup, step)
     block = problem.load.block_tokens
+    # Of a sequence, which is whole on a rank: as many fit on each.
     of_one_block = float(cache_bytes(problem, step, layout.structure, mesh_sizes(layout), 1.0, float(block)))
-    room = cache_capacity(problem, setup, step)
+    blocks = int(cache_capacity(problem, setup, step) // of_one_block) * layout.ranks if of_one_block else 1 << 30
     rate, startup = cache_transfer_rate(problem, fabric, setup)
     chip = problem.cluster.chip
     return EngineCosts(
         overhead_s=problem.calibration.host_step,
         per_request_s=problem.calibration.host_request / layout.expert,
         token_seconds=tuple(_token_seconds(problem, fabric, setup, step)),
-        kv_blocks=max(int(room // of_one_block), 1) if of_one_block else 1 << 30,
+        kv_blocks=max(blocks, 1),
         attention=tuple(_attention(problem, setup)),
         block_tokens=block,
         kv_bytes_per_token=problem.model.kv_cache.bytes_per_token(problem.load.formats.kv),
@@ -66,7 +67,7 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
 
 
 def bucketed_costs(
-    problem: ServingProblem, setup: ServingSetup, buckets: Iterable[tuple[int, int, int]]
+    problem: ServingProblem, setup: ServingSetup, buckets: Iterable[tuple[int, int, int]], span: int = 0
 ) -> EngineCosts:
     """The costs of an engine that fills its steps up to buckets: each is priced as it runs, and steps go by stairs.
 
@@ -74,6 +75,7 @@ def bucketed_costs(
         problem: model, load, cluster, calibration.
         setup: layouts and batch, aggregated.
         buckets: of each the requests that decode, tokens of prompts, and positions whose next token is asked for.
+        span: tokens of one block of the cache, which is read whole; a request's last is half used on average.
     """
     fabric = problem.network
     setup = with_wires(problem, fabric, setup)
@@ -90,19 +92,20 @@ def bucketed_costs(
         most = max(most, priced[tokens])
         points += [(n, most) for n in dict.fromkeys((begin, tokens))]
         begin = tokens + 1
-    return costs.replace(token_seconds=tuple(points))
+    besides = span / 2 * sum(kind.seconds_per_cached_token for kind in costs.attention)
+    return costs.replace(token_seconds=tuple(points), per_request_s=costs.per_request_s + besides)
 
 
 def _varying(  # noqa: PLR0917 -- as `engine_costs`, and of what step
     problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step, tokens: int, prompts: float
 ) -> float:
-    """Seconds of all but the host and what attention reads, of a step of so many tokens."""
+    """Seconds of all but what attention reads and the host adds to any step, of a step of so many tokens."""
     layout: ServingLayout = getattr(setup, step)
     wires, mesh = layout_wires(problem, fabric, layout), mesh_sizes(layout)
     each = tokens / prompts
     costs = price_step(problem, step, layout.structure, StepSizes(float(prompts), each, each, mesh), wires)
-    varying = costs.expected - costs.terms["attention"] - costs.terms["host"]
-    return float(varying) + _started(problem, layout, step)
+    host = problem.calibration.host_step + problem.calibration.host_request * prompts / layout.expert
+    return float(costs.expected - costs.terms["attention"]) - host + _started(problem, layout, step)
 
 
 def operations_of_layer(model: Model) -> int:

@@ -88,7 +88,7 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
         shape = " x ".join(f"{d.name} {d.size}" for d in fabric.dimensions)
         raise ClusterError(
             f"layout {layout}: an engine of {layout.engine_chips} chips cannot be laid on {shape}: each axis must be a "
-            "product of divisors of these sizes"
+            "product of divisors of these sizes, or the engine must fill whole nodes"
         )
 
     at = 0
@@ -116,7 +116,8 @@ def estimate_serving(
       engines half a decode step, which is running when the request arrives, and where p > 1 the wait for the others:
       (p - 1) / 2 times the mean gap between the requests of an engine that is full.
     - TPOT, time per output token after the first, averaged over a request: t_g over the tokens that a step gives (one
-      without speculation), and on aggregated engines the prefills that come between: B / (O - 1) of them in a step.
+      without speculation), and on aggregated engines the prompts of others that come between: (B - 1) / (O - 1) of them
+      in a step.
     - With chunks, aggregated engines prefill in mixed steps: a chunk in the same step as what is generated, whose
       weights are read once. Then t_p is what these steps take longer than decode steps, and TTFT all of them. A step
       takes one chunk along: where that is too few for the requests that end, engines prefill all the time, and fewer
@@ -227,6 +228,11 @@ class _FullEngine:
         return max(both, self.prefill.interval / self.setup.prefill_batch) if self.mixed else both
 
     @property
+    def _others(self) -> float:
+        """Prompts of other requests that come in a step; a request's own came before its first token."""
+        return (self.setup.batch - 1) / self.further if self.further else 0.0
+
+    @property
     def gathering(self) -> float:
         """Mean seconds that a prompt waits for the others that are prefilled with it."""
         between = self._per_request if self.aggregated else self._per_prompt
@@ -234,15 +240,13 @@ class _FullEngine:
 
     def tpot(self, which: str) -> float:
         """Seconds per output token after the first; `which` is "lower", "expected" or "upper"."""
-        setup, further, gained = self.setup, self.further, self.tokens_per_step
+        gained = self.tokens_per_step
         step: float = getattr(self.decode.seconds, which)
         share: float = getattr(self.prefill.seconds, which) / self.prefill.seconds.expected
         if self.mixed:  # this share of all steps takes a chunk along: one each, however many wait
-            mixed = (
-                min(setup.batch * self.num_steps * gained / (setup.prefill_batch * further), 1.0) if further else 0.0
-            )
+            mixed = min(self._others * self.num_steps * gained / self.setup.prefill_batch, 1.0)
             return ((1 - mixed) * step + mixed * self.prefill.interval / self.num_steps * share) / gained
-        prefills = self._per_prompt * setup.batch / further if self.aggregated and further else 0.0
+        prefills = self._per_prompt * self._others if self.aggregated else 0.0
         return step / gained + prefills * share
 
     def requests_per_s_and_prefill_share(self) -> tuple[float, float]:
@@ -345,7 +349,21 @@ def cache_transfer_rate(problem: ServingProblem, fabric: Fabric, setup: ServingS
 def engine_axis_mappings(sizes: dict[str, int], fabric: Fabric) -> Iterator[AxisMapping]:
     """Every way to lay an engine's axes on the network; engines that work apart take what is left."""
     used = [(a, sizes[a]) for a in reversed(SERVING_AXES) if sizes[a] > 1]
-    yield from axis_mappings(Mesh(tuple(used)), fabric) if used else iter([{}])
+    filled = _filled(fabric, math.prod(size for _, size in used))
+    yield from axis_mappings(Mesh(tuple(used)), filled) if used else iter([{}])
+
+
+def _filled(fabric: Fabric, engine_chips: int) -> Fabric:
+    """The network; only as many nodes of it as an engine fills, where their number does not divide that of all.
+
+    Axes are laid on divisors of a network's sizes. Through switches it makes no difference how many nodes there are
+    besides. Where all chips are on one switch each is a node.
+    """
+    outer, inner = fabric.dimensions[-1], math.prod(fabric.sizes[:-1])
+    nodes, rest = divmod(engine_chips, inner)
+    if outer.torus or rest or not 0 < nodes <= outer.size or outer.size % nodes == 0:
+        return fabric
+    return replace(fabric, dimensions=(*fabric.dimensions[:-1], replace(outer, size=nodes)))
 
 
 def wires_of(problem: ServingProblem, fabric: Fabric, *mappings: AxisMapping) -> PlacedWires:
@@ -366,7 +384,7 @@ def layout_wires(problem: ServingProblem, fabric: Fabric, layout: ServingLayout)
     """
     assert layout.wires is not None, "the best wires are chosen before"
     wiring = dict(layout.wires)
-    for number, dimension in enumerate(fabric.dimensions):
+    for number, dimension in enumerate(_filled(fabric, layout.engine_chips).dimensions):
         used = math.prod(extents[number] for extents in wiring.values())
         if used == 0 or dimension.size % used:
             raise ClusterError(f"wires: {used} on {dimension.name} do not divide its {dimension.size}")

@@ -35,6 +35,7 @@ class StepSizes:
         keys: positions that each attends to, the new ones included.
         mesh: mesh axis -> devices.
         last: positions of a sequence that the head sees.
+        filled: share of the positions that are there: devices with sequences of their own wait for the one with most.
     """
 
     sequences: Num
@@ -42,6 +43,7 @@ class StepSizes:
     keys: Num
     mesh: Mapping[str, Num]
     last: Num = 1.0
+    filled: Num = 1.0
 
 
 def prompt_sizes(  # noqa: PLR0917 -- the prompts, then their steps
@@ -131,7 +133,7 @@ def bind_step(
         ways = s.mesh["expert"]
         if not structure.expert_tensor_parallel:
             ways = ways * s.mesh["tensor"] * s.mesh["cache"]
-        tokens, experts, chosen = s.sequences * s.queries, bound["E"], bound["top_k"]
+        tokens, experts, chosen = s.sequences * s.queries * s.filled, bound["E"], bound["top_k"]
         touched = maximum(experts * (1 - (1 - chosen / experts) ** tokens), minimum(ways, experts))
         scatter = (experts - chosen) / max(experts - 1, 1)
         load = expert_load(problem.load, tokens * chosen / ways, ways, scatter=scatter)

@@ -9,14 +9,14 @@ pipeline work on as many parts of the batch as there are stages. Not here: which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.arithmetic import Num, is_one, maximum, minimum, where
+from meshwise.costs.arithmetic import Num, ceil, is_one, maximum, minimum, where
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.extents import Extents
 from meshwise.costs.overlap import RoleSums, add_collectives, add_compute
@@ -107,7 +107,7 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
     extents = step_extents(problem, step, structure, part)
     roles.add(step, roles.extents(step, extents, attending and part_of_sequences(attending)))
     out = roles.assembled(step, sizes, extents)
-    _add_host(out, problem, sizes.sequences, sizes.mesh)
+    _add_host(out, roles.host_seconds(sizes, out.expected, prompts=step == "prefill"))
     return out
 
 
@@ -135,7 +135,7 @@ def time_step(  # noqa: PLR0917 -- as `price_step`, and where
     roles = _Roles(problem, structure, wires, places)
     roles.add(step, roles.extents(step, extents, attending and part_of_sequences(attending)))
     _, expected, interval = roles.timed(step, sizes, roles.send_seconds(step, extents))
-    host = _host_seconds(problem, sizes.sequences, roles.placed(sizes.mesh["expert"]))
+    host = roles.host_seconds(sizes, expected, prompts=step == "prefill")
     return expected + host, interval + host
 
 
@@ -168,6 +168,7 @@ class _Roles:
         self.rates = StepRates(chip, calibration, wires, bounded=places is None, covers=False)
         self.compute = {role: RoleSums() for role in ("embed", "layer", "head")}
         self.sent = self.compute if places is None else {role: RoleSums() for role in self.compute}
+        self.launches = 0.0
 
     def placed(self, value: Num) -> Num:
         """A value for each place, from one for each mesh."""
@@ -194,6 +195,8 @@ class _Roles:
                 if name in passes
             }
             copies = float(block.placed.block.repeat)
+            fused = (p for p in block.passes if p in passes and p != "elementwise")
+            self.launches += copies * sum(len(block.passes[p]) for p in fused)
             add_compute(self.compute[block.role], compute, copies, self.rates)
             if sends:
                 sent = (c for c in block.collectives if not is_one(own.extents.devices(c.key.mesh_axes)))
@@ -221,6 +224,17 @@ class _Roles:
         interval = where(_alone(stages), single, full)
         return single, maximum(single + (stages - 1) * send, interval), interval
 
+    def host_seconds(self, sizes: StepSizes, chips: Num, *, prompts: bool) -> Num:
+        """Seconds that the host adds to a step that takes the chips so long.
+
+        Devices that attend for sequences of their own have a scheduler of their own. No graph is replayed for prompts:
+        the host launches operation after operation, and where it takes longer than the chips, these wait for it.
+        """
+        calibration = self.problem.calibration
+        requests = calibration.host_request * (sizes.sequences / self.placed(sizes.mesh["expert"]))
+        late = maximum(self.launches * calibration.launch - chips, 0.0) if prompts and calibration.launch else 0.0
+        return calibration.host_step + requests + late
+
     def assembled(self, step: Step, sizes: StepSizes, extents: Extents) -> StepCosts:
         """Put the stages together: one part of the batch goes through all of them, while others follow it.
 
@@ -244,19 +258,11 @@ class _Roles:
         return self.rates.seconds(self.placed(boundary), CollectiveKey(CollectiveKind.PERMUTE, ("stage",)))
 
 
-def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Num, mesh: Mapping[str, Num]) -> None:
-    """Count what the host adds: the next step begins when it is done. No data sheet bounds it.
-
-    Devices that attend for sequences of their own have a scheduler of their own.
-    """
-    seconds = _host_seconds(problem, sequences, mesh["expert"])
+def _add_host(costs: StepCosts, seconds: Num) -> None:
+    """Count what the host adds: the next step begins when it is done. No data sheet bounds it."""
     costs.terms["host"] = costs.terms["host"] + seconds
     for which in ("expected", "upper", "interval"):
         setattr(costs, which, getattr(costs, which) + seconds)
-
-
-def _host_seconds(problem: ServingProblem, sequences: Num, schedulers: Num) -> Num:
-    return problem.calibration.host_step + problem.calibration.host_request * (sequences / schedulers)
 
 
 def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
@@ -273,9 +279,12 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     requests of one token each. Attention is each part's own. Args: as in `price_step`, with the sizes of both
     parts; `attending` is of the prompts.
     """
-    tokens = prefill.sequences * prefill.queries + decode.sequences * decode.queries
-    ended = prefill.sequences + decode.sequences * decode.last
-    together, ending = (StepSizes(n, 1.0, 1.0, decode.mesh) for n in (tokens, ended))
+    ranks = decode.mesh["expert"]  # each attends for sequences of its own: the busiest has whole prompts
+    prompts, requests = (ceil(s.sequences / ranks) * ranks for s in (prefill, decode))
+    tokens = prompts * prefill.queries + requests * decode.queries
+    real = prefill.sequences * prefill.queries + decode.sequences * decode.queries
+    together = StepSizes(tokens, 1.0, 1.0, decode.mesh, filled=real / tokens)
+    ending = StepSizes(prompts + requests * decode.last, 1.0, 1.0, decode.mesh)
     roles = _Roles(problem, structure, wires)
     extents, few = (step_extents(problem, "decode", structure, part_of_sequences(s)) for s in (together, ending))
     roles.add("decode", _Extents(extents, extents, few), ("matmuls", "elementwise"))
@@ -285,7 +294,8 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     decoding = step_extents(problem, "decode", structure, part_of_sequences(decode))
     roles.add("decode", _Extents(decoding, decoding, decoding), ("attention", "states"), sends=False)
     out = roles.assembled("decode", together, extents)
-    _add_host(out, problem, prefill.sequences + decode.sequences, decode.mesh)
+    both = replace(decode, sequences=prefill.sequences + decode.sequences)
+    _add_host(out, roles.host_seconds(both, out.expected, prompts=True))
     return out
 
 

@@ -44,11 +44,11 @@ class Metrics:
     def watch(self, replicas: Replicas) -> None:
         """Read what the engines have now, whenever it is asked for."""
         engines = replicas.engines
-        blocks = sum(engine.cache.blocks for engine in engines)
+        blocks = sum(cache.blocks for engine in engines for cache in engine.caches)
         gauges = {
             "requests_running": ("Requests that decode.", lambda: sum(e.running.count for e in engines)),
             "requests_waiting": ("Requests that wait.", lambda: sum(len(e.scheduler.waiting) for e in engines)),
-            "cache_share": ("Share of the cache in use.", lambda: sum(e.cache.in_use for e in engines) / blocks),
+            "cache_share": ("Share of the cache in use.", lambda: sum(e.blocks_in_use for e in engines) / blocks),
             "prefix_hit_tokens": ("Tokens found in the cache.", lambda: replicas.hit_tokens),
             "preemptions": ("Requests that gave way.", lambda: replicas.preemptions),
         }

@@ -6,6 +6,7 @@ Not here: routes (`app`).
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,8 +35,13 @@ class Server(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 -- as signals call it
-        """SIGTERM, or Ctrl-C: drain; the second one ends at once. The process goes on, to sum up."""
-        self.force_exit = self.should_exit
+        """SIGTERM, or Ctrl-C: drain; Ctrl-C after either ends at once. The process goes on, to sum up.
+
+        A second SIGTERM changes nothing: `timeout`, and others that start processes, send one to the group besides.
+        """
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # of its lifespan, which is cut off
         self.should_exit = self._service.draining = True
 
 

@@ -10,8 +10,9 @@ import math
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.exports.exported import Rule
-from meshwise.exports.serving.choices import Engine, EngineRules, formats_of, whole_heads
-from meshwise.runtime.refusals import HELD, check_model
+from meshwise.exports.serving.choices import Engine, EngineRules, formats_of, whole_experts, whole_heads
+from meshwise.runtime.refusals import HELD, PAGE_TOKENS, SERVED, check_model
+from meshwise.sharding.serving import SERVING_AXES
 
 TITLE = "meshwise serve"
 
@@ -32,9 +33,14 @@ def _no_axis(name: str) -> Rule[Engine]:
     return Rule(
         lambda c: size(c) > 1,
         lambda c: f"{name}={size(c)}",
-        "its engine splits over tensor alone",
+        f"its engine splits over {', '.join(SERVED)}",
         f"tensor with replicas, or plan serve --forbid {name}",
     )
+
+
+def _expert_ways(engine: Engine) -> int:
+    """Devices that share out whole experts."""
+    return engine.layout.expert * engine.weight_chips
 
 
 #: Weights, and operands of their products -> how they are asked for.
@@ -43,12 +49,23 @@ _NARROW = {(w, c): f"--quantization {w.value}" for w in (DType.INT8, DType.FP8) 
 #: What it cannot execute.
 RULES: EngineRules = (
     whole_heads(copies=False),
-    *map(_no_axis, ("width", "cache", "context", "expert", "fsdp", "stage")),
+    *(_no_axis(axis) for axis in SERVING_AXES if axis not in SERVED),
     Rule(
-        lambda c: c.mixture and c.splits_experts and c.experts % c.layout.tensor > 0,
-        "expert_tensor_parallel=off", "{c.experts} experts do not divide over {c.layout.tensor} devices",
+        lambda c: c.layout.cache > 1 and c.layout.cache_split != "sequence",
+        "cache_split={c.layout.cache_split}", "it spreads a cache's positions, not its requests",
+        "cache_split=sequence",
+    ),
+    Rule(
+        lambda c: PAGE_TOKENS % c.layout.cache > 0,
+        "cache={c.layout.cache}", f"its pages of {PAGE_TOKENS} tokens do not divide over it",
+        lambda c: f"cache={math.gcd(PAGE_TOKENS, c.layout.cache)}",
+    ),
+    Rule(
+        lambda c: c.mixture and not c.layout.expert_tensor_parallel and c.experts % _expert_ways(c) > 0,
+        "expert_tensor_parallel=off", lambda c: f"{c.experts} experts do not divide over {_expert_ways(c)} devices",
         "expert_tensor_parallel=on",
     ),
+    whole_experts(lambda c: c.layout.expert),
     Rule(
         lambda c: c.layout.sequence_parallel and c.weight_chips > 1,
         "sequence_parallel=on", "it holds the residual stream whole on each device", "sequence_parallel=off",

@@ -30,6 +30,11 @@ def _size(length: int, most: int) -> int:
     return common if common >= min(most, 64) else length
 
 
+def _sizes(q: jax.Array, k: jax.Array, pairs: Pairs) -> tuple[int, int]:
+    queries, keys = pairs.runs(q, k)
+    return _size(queries, _QUERIES), _size(keys, _KEYS)
+
+
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, skip: bool) -> tuple[jax.Array, jax.Array]:
     """Attend.
 
@@ -43,16 +48,15 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, skip: boo
     Returns: the output [B, T, N, Hv] in the format of v, and the logarithm of each softmax's denominator [B, T, N] in
         fp32 (minus infinity where a query sees no key, and the output is zero).
     """
-    rows, keys = _size(q.shape[1], _QUERIES), _size(k.shape[1], _KEYS)
+    rows, keys = _sizes(q, k, pairs)
 
     def one(_: None, block: Arrays) -> tuple[None, Arrays]:
         own, start = block
-        low, high = _bounds(pairs.masks.key_range(start, start + rows - 1, pairs.keys, k.shape[1]), keys, k, skip)
         score = partial(_scores, own, masks=pairs.masks, start=start)
 
-        def more(number: Any, carry: Arrays) -> Arrays:
+        def more(number: Any, first: Any, carry: Arrays) -> Arrays:
             out, total, largest = carry
-            logits, seen, _ = score(_cut(k, number, keys), first=pairs.keys + number * keys)
+            logits, seen, _ = score(_cut(k, number, keys), first=first)
             logits = jnp.where(seen, logits, -jnp.inf)
             top = jnp.maximum(largest, jnp.max(logits, axis=-1))
             finite = jnp.where(jnp.isfinite(top), top, 0.0)  # a query may have seen nothing yet
@@ -65,7 +69,7 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, skip: boo
 
         shape = own.shape[0], own.shape[2], own.shape[3], rows  # [B, K, G, T]
         empty = jnp.zeros((*shape, v.shape[-1]), jnp.float32), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
-        out, total, largest = _loop(low, high, more, empty)
+        out, total, largest = _over(more, empty, (start, start + rows - 1), pairs, k, keys, skip)
         some = total > 0
         share = out / jnp.where(some, total, 1.0)[..., None]
         denominator = jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + largest, -jnp.inf)
@@ -93,21 +97,20 @@ def backward(
             output [B, T, N, Hv]; and what is added to it . v in the gradient of scores [B, T, N].
         dtype: of the result; sums are in fp32.
     """
-    rows, keys = _size(q.shape[1], _QUERIES), _size(k.shape[1], _KEYS)
+    rows, keys = _sizes(q, k, pairs)
     total, d_out, shift = (_queries(x, k, rows) for x in kept)
 
     def one(sums: Arrays, block: Arrays) -> tuple[Arrays, jax.Array]:
         own, own_total, own_d, own_shift, start = block
-        low, high = _bounds(pairs.masks.key_range(start, start + rows - 1, pairs.keys, k.shape[1]), keys, k, skip)
         finite = jnp.where(jnp.isfinite(own_total), own_total, 0.0)
         finite, moved = (
             jnp.moveaxis(x, 1, 3)[..., None] for x in (finite, own_shift)
         )  # [B, T, K, G] -> [B, K, G, T, 1]
 
-        def more(number: Any, carry: Arrays) -> Arrays:
+        def more(number: Any, first: Any, carry: Arrays) -> Arrays:
             d_q, d_k, d_v = carry
             some_k, some_v = _cut(k, number, keys), _cut(v, number, keys)
-            logits, seen, slope = _scores(own, some_k, masks=pairs.masks, start=start, first=pairs.keys + number * keys)
+            logits, seen, slope = _scores(own, some_k, masks=pairs.masks, start=start, first=first)
             weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0) - finite), 0.0)
             along = jnp.einsum("btkgh,bskh->bkgts", own_d, some_v, preferred_element_type=jnp.float32)
             d_scores = weights * (along + moved) * pairs.masks.scale
@@ -117,7 +120,8 @@ def backward(
             d_k = _add(d_k, product("bkgts,btkgh->bskh", d_scores, own), number)
             return d_q, d_k, _add(d_v, product("bkgts,btkgh->bskh", weights.astype(v.dtype), own_d), number)
 
-        d_q, *sums_after = _loop(low, high, more, (jnp.zeros(own.shape, jnp.float32), *sums))
+        begun = jnp.zeros(own.shape, jnp.float32), *sums
+        d_q, *sums_after = _over(more, begun, (start, start + rows - 1), pairs, k, keys, skip)
         return tuple(sums_after), d_q
 
     start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
@@ -134,7 +138,8 @@ def _queries(x: jax.Array, k: jax.Array, rows: int) -> jax.Array:
 
 def _starts(q: jax.Array, rows: int, pairs: Pairs) -> jax.Array:
     """Position of the first query of each block."""
-    return pairs.queries + rows * jnp.arange(q.shape[1] // rows)
+    inside = rows * jnp.arange(q.shape[1] // len(pairs.queries) // rows)
+    return jnp.concatenate([first + inside for first in pairs.queries])
 
 
 def _whole(blocks: jax.Array, q: jax.Array, *width: int) -> jax.Array:
@@ -150,19 +155,36 @@ def _each(body: Callable[[Any, Arrays], tuple[Any, Any]], start: Any, blocks: Ar
     return carry, jax.tree.map(lambda x: x[None], made)
 
 
-def _loop(low: Any, high: Any, body: Callable[[Any, Arrays], Arrays], start: Arrays) -> Arrays:
-    if isinstance(low, int) and isinstance(high, int) and high - low == 1:
-        return body(low, start)
-    return jax.lax.fori_loop(low, high, body, start)
+def _over(  # noqa: PLR0917
+    body: Callable[[Any, Any, Arrays], Arrays],
+    carry: Arrays,
+    queries: tuple[Any, Any],
+    pairs: Pairs,
+    k: jax.Array,
+    size: int,
+    skip: bool,
+) -> Arrays:
+    """Go over the blocks of all runs of keys.
 
+    Args:
+        body: of a block's number, the position of its first key, and the carry.
+        carry: to begin with.
+        queries: positions of the first and the last.
+        pairs, k, skip: as of `forward`.
+        size: of a block.
+    """
+    run = k.shape[1] // len(pairs.keys)
+    blocks = run // size
+    for number, start in enumerate(pairs.keys):
+        low, high = (0, blocks) if not skip or blocks == 1 else pairs.masks.key_range(*queries, start, run)
+        if skip and blocks > 1:
+            low, high = low // size, (high + size - 1) // size
 
-def _bounds(seen: tuple[Any, Any], size: int, k: jax.Array, skip: bool) -> tuple[Any, Any]:
-    """Numbers of the blocks of keys to go over."""
-    blocks = k.shape[1] // size
-    if not skip or blocks == 1:
-        return 0, blocks
-    low, high = seen
-    return low // size, (high + size - 1) // size
+        def one(place: Any, carry: Arrays, begun: int = number * blocks, start: Any = start) -> Arrays:
+            return body(begun + place, start + place * size, carry)
+
+        carry = one(low, carry) if blocks == 1 else jax.lax.fori_loop(low, high, one, carry)
+    return carry
 
 
 def _cut(x: jax.Array, number: Any, size: int) -> jax.Array:

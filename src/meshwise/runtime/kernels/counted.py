@@ -6,20 +6,34 @@ parts of its arrays alone; others move each once. Not here: who reads them (`com
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from meshwise.runtime.kernels.masks import Pairs
 
+#: FLOP/s and bytes/s of the GPU (H100 SXM, data sheet) by which XLA's scheduler is told how long kernels take: a hint
+#: on others, where products and collectives are slower or faster together.
+_RATES = 989e12, 3.35e12
+
 
 def says(flops: int, num_bytes: int) -> AbstractContextManager[None]:
-    """A scope that says what a kernel multiplies, and what it reads and writes."""
-    return jax.named_scope(f"kernel.flops.{flops}.bytes.{num_bytes}")
+    """A scope that says what a kernel of a GPU multiplies, and what it reads and writes."""
+    return _timed(f"kernel.flops.{flops}.bytes.{num_bytes}", flops, num_bytes)
+
+
+@contextmanager
+def _timed(name: str, flops: int, num_bytes: int = 0) -> Iterator[None]:
+    """A scope in which XLA's scheduler for GPUs knows the nanoseconds of a kernel; it takes all of them to be short."""
+    seconds = max(flops / _RATES[0], num_bytes / _RATES[1])
+    with jax.named_scope(name), set_xla_metadata(latency_metadata=str(round(1e9 * seconds))):
+        yield
 
 
 def counted(
-    q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, products: int, size: tuple[int, int]
+    q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, products: int, size: tuple[int, int], gpu: bool = False
 ) -> AbstractContextManager[None]:
     """A scope that says what a kernel of attention does: all pairs of the blocks that it works on, where they are most.
 
@@ -28,10 +42,12 @@ def counted(
         products: matrix products of pairs that it computes: two forward, of which one is as wide as keys and the other
             as values; three for queries; four for keys and values.
         size: queries and keys of a block.
+        gpu: whether the kernel is one of a GPU, whose scheduler is to know how long it takes.
     """
-    number = max(
-        pairs.masks.num_pairs(offset, q.shape[1], k.shape[1], size) for offset in pairs.offsets or (k.shape[1] - 1,)
-    )
+    runs = pairs.runs(q, k)
+    every = set(pairs.offsets) or {(k.shape[1] - 1,) * len(pairs.queries) * len(pairs.keys)}
+    number = max(sum(pairs.masks.num_pairs(offset, *runs, size) for offset in offsets) for offsets in every)
     widths = {2: q.shape[3] + v.shape[3], 3: 2 * q.shape[3] + v.shape[3], 4: 2 * (q.shape[3] + v.shape[3])}
     flops = 2 * number * q.shape[0] * q.shape[2] * widths[products]
-    return jax.named_scope(f"kernel.flops.{flops}")
+    name = f"kernel.flops.{flops}"
+    return _timed(name, flops) if gpu else jax.named_scope(name)

@@ -26,6 +26,9 @@ _triton: Any = triton_module
 #: Rows of a block that are tried, the largest first, and the least.
 _SIZES = (128, 64, 32)
 
+#: Of queries and keys, multiples of it.
+LEAST = _SIZES[-1]
+
 #: Logits that are not seen, and what the largest of some begins with: the difference of the two has no weight.
 _UNSEEN, _LEAST = -1e30, -5e29
 
@@ -49,18 +52,20 @@ class Tile:
     stages: int
 
 
-#: By kernel, for heads of up to 64, 128 and 256; the first two the fastest on an H100 (benchmarks/kernels.py --tiles).
+#: By kernel, for heads of up to 64, 128 and 256: the fastest on an H100 (benchmarks/kernels.py --tiles), but that of
+#: queries of 256: 128 rows were, which take more memory on the chip than A100 (204,800 of 166,912 bytes) and B200 have.
 _TILES = {
-    "forward": (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 32, 4, 2)),
-    "of_queries": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
+    "forward": (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 64, 8, 2)),
+    "of_queries": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 8, 3)),
     "of_keys": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
 }
 
 
-def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:  # noqa: ARG001  (as of other kernels)
+def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
     """Say why the kernel cannot attend, "" where it can."""
-    if any(x.shape[1] % _SIZES[-1] for x in (q, k)):
-        return f"{q.shape[1]} queries and {k.shape[1]} keys are not multiples of {_SIZES[-1]}"
+    queries, keys = pairs.runs(q, k)
+    if queries % LEAST or keys % LEAST:
+        return f"{queries} queries and {keys} keys are not multiples of {LEAST}"
     if q.shape[3] > 256:
         return f"heads of {q.shape[3]} do not fit on the chip"
     return ""
@@ -70,9 +75,10 @@ def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Attend; arguments and result as of `blocks.forward`."""
-    tile = _tile("forward", q, k)
+    tile = _tile("forward", q, k, pairs)
     rows, keys = tile.rows, tile.keys
-    kernel = partial(_forward, masks=pairs.masks, keys=keys, width=q.shape[3], value=v.shape[3])
+    how: dict[str, Any] = {"runs": pairs.runs(q, k), "masks": pairs.masks, "width": q.shape[3], "value": v.shape[3]}
+    kernel = partial(_forward, keys=keys, **how)
     shapes = (
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype),
         jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
@@ -81,8 +87,8 @@ def forward(
     specs = (_rows(q, rows), _all_of(k, group), _all_of(v, group))
     outputs = (_rows(v, rows), _row_numbers(rows))
     grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
-    with counted(q, k, v, pairs, products=2, size=(rows, keys)):
-        out, total = _call(kernel, tile, grid, (specs, outputs), shapes, interpret=interpret)(_starts(pairs), q, k, v)
+    with counted(q, k, v, pairs, products=2, size=(rows, keys), gpu=True):
+        out, total = _call(kernel, tile, grid, (specs, outputs), shapes, interpret=interpret)(*_starts(pairs), q, k, v)
     return out, jnp.swapaxes(total, 1, 2)
 
 
@@ -100,40 +106,40 @@ def backward(
     total, d_out, shift = jnp.swapaxes(kept[0], 1, 2), kept[1], jnp.swapaxes(kept[2], 1, 2)
     total = jnp.where(jnp.isfinite(total), total, 0.0)
     group = q.shape[2] // k.shape[2]
-    how: dict[str, Any] = {"masks": pairs.masks, "width": q.shape[3], "value": v.shape[3]}
-    arrays = (_starts(pairs), q, k, v, total, d_out, shift)
+    how: dict[str, Any] = {"runs": pairs.runs(q, k), "masks": pairs.masks, "width": q.shape[3], "value": v.shape[3]}
+    arrays = (*_starts(pairs), q, k, v, total, d_out, shift)
 
-    tile = _tile("of_queries", q, k)
+    tile = _tile("of_queries", q, k, pairs)
     rows, keys = tile.rows, tile.keys
     specs: tuple[Any, ...] = (_rows(q, rows), _all_of(k, group), _all_of(v, group))
     specs += (_row_numbers(rows), _rows(v, rows), _row_numbers(rows))
     grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
     shape = (jax.ShapeDtypeStruct(q.shape, dtype),)
-    with counted(q, k, v, pairs, products=3, size=(rows, keys)):
+    with counted(q, k, v, pairs, products=3, size=(rows, keys), gpu=True):
         (d_q,) = _call(
             partial(_of_queries, keys=keys, **how), tile, grid, (specs, (_rows(q, rows),)), shape, interpret=interpret
         )(*arrays)
 
-    tile = _tile("of_keys", q, k)
+    tile = _tile("of_keys", q, k, pairs)
     rows, keys = tile.rows, tile.keys
     specs = (_group_of(q, group), _rows(k, keys), _rows(v, keys))
     specs += (_group_numbers(q, group), _group_of(d_out, group), _group_numbers(q, group))
     grid = (k.shape[1] // keys, k.shape[0], k.shape[2])
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k, v))
     outputs = (_rows(k, keys), _rows(v, keys))
-    arrays = (arrays[0], _by_group(q, group), k, v, _by_group(total, group, 1), _by_group(d_out, group), *arrays[6:])
-    arrays = (*arrays[:6], _by_group(shift, group, 1))
-    with counted(q, k, v, pairs, products=4, size=(rows, keys)):
+    grouped = _by_group(total, group, 1), _by_group(d_out, group), _by_group(shift, group, 1)
+    with counted(q, k, v, pairs, products=4, size=(rows, keys), gpu=True):
         d_k, d_v = _call(
             partial(_of_keys, rows=rows, **how), tile, grid, (specs, outputs), shapes, interpret=interpret
-        )(*arrays)
+        )(*arrays[:2], _by_group(q, group), k, v, *grouped)
     return d_q, d_k, d_v
 
 
-def _tile(kernel: str, q: jax.Array, k: jax.Array) -> Tile:
+def _tile(kernel: str, q: jax.Array, k: jax.Array, pairs: Pairs) -> Tile:
     """The tile of a kernel, smaller where queries or keys are not so many times as many."""
     tile = _TILES[kernel][sum(q.shape[3] > width for width in (64, 128))]
-    return replace(tile, rows=_size(q, tile.rows), keys=_size(k, tile.keys))
+    queries, keys = pairs.runs(q, k)
+    return replace(tile, rows=_size(queries, tile.rows), keys=_size(keys, tile.keys))
 
 
 def _call(
@@ -148,7 +154,7 @@ def _call(
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=(pl.BlockSpec((2,), lambda *_: (0,)), *specs[0]),
+        in_specs=(pl.BlockSpec(), pl.BlockSpec(), *specs[0]),
         out_specs=specs[1],
         out_shape=shapes,
         compiler_params=_triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
@@ -157,12 +163,22 @@ def _call(
     )
 
 
-def _starts(pairs: Pairs) -> jax.Array:
-    return jnp.stack([jnp.asarray(pairs.queries, jnp.int32), jnp.asarray(pairs.keys, jnp.int32)])
+def _starts(pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+    """Position of the first query of each run, and of the first key."""
+    queries, keys = (jnp.stack([jnp.asarray(x, jnp.int32) for x in each]) for each in (pairs.queries, pairs.keys))
+    return queries, keys
 
 
-def _size(x: jax.Array, most: int) -> int:
-    return next(s for s in _SIZES if s <= most and x.shape[1] % s == 0)
+def _first(starts: Any, run: int, size: int) -> Any:
+    """Position with which a program's block begins, of runs that begin so."""
+    number, each = pl.program_id(0), jnp.int32(run // size)
+    if starts.shape[0] == 1:
+        return starts[0] + number * size
+    return starts[jax.lax.div(number, each)] + jax.lax.rem(number, each) * size
+
+
+def _size(length: int, most: int) -> int:
+    return next(s for s in _SIZES if s <= most and length % s == 0)
 
 
 def _padded(width: int) -> int:
@@ -230,28 +246,49 @@ def _scores(  # noqa: PLR0917
 
 
 def _over(  # noqa: PLR0917
-    some: tuple[Any, Any], whole: tuple[Any, Any], size: int, masks: Masks, more: Callable[..., Any], carry: Any
+    ranges: tuple[Callable[..., Any], Callable[..., Any]],
+    block: tuple[Any, Any],
+    starts: Any,
+    lengths: tuple[int, int],
+    masks: Masks,
+    more: Callable[..., Any],
+    carry: Any,
 ) -> Any:
-    """Go over blocks that hold pairs, without a look at their positions where all pairs of a block are seen.
+    """Go over blocks that hold pairs, run by run, without a look at their positions where all their pairs are seen.
 
     Args:
-        some, whole: bounds of what some, and all of the others see.
-        size: of a block.
-        more: of the number of a block, the carry, and whether all are seen.
+        ranges: bounds of what some, and of what all of a block see.
+        block: positions of its first and its last.
+        starts: position with which each run of the others begins.
+        lengths: of a run, and of a block of the others.
+        masks: see there.
+        more: of where a block of the others begins, by place and by position, the carry, and whether all are seen.
+        carry: to begin with.
     """
-    low, high = jnp.int32(some[0]), jnp.int32(some[1])
-    first, end = jax.lax.div(low, jnp.int32(size)), jax.lax.div(high + (size - 1), jnp.int32(size))
-    if masks.everything:
-        return jax.lax.fori_loop(first, end, partial(more, whole=True), carry)
-    low, high = jnp.int32(whole[0]), jnp.int32(whole[1])
-    begin = jnp.clip(jax.lax.div(low + (size - 1), jnp.int32(size)), first, end)
-    until = jnp.clip(jax.lax.div(high, jnp.int32(size)), begin, end)
-    carry = jax.lax.fori_loop(first, begin, partial(more, whole=False), carry)
-    carry = jax.lax.fori_loop(begin, until, partial(more, whole=True), carry)
-    return jax.lax.fori_loop(until, end, partial(more, whole=False), carry)
+    run, size = lengths
+    for number in range(starts.shape[0]):
+        start = starts[number]
+        some, whole = (bounds(*block, start, run) for bounds in ranges)
+
+        def one(place: Any, carry: Any, *, whole: bool, begun: int = number * run, start: Any = start) -> Any:
+            return more(begun + place * size, start + place * size, carry, whole=whole)
+
+        low, high = jnp.int32(some[0]), jnp.int32(some[1])
+        first, end = jax.lax.div(low, jnp.int32(size)), jax.lax.div(high + (size - 1), jnp.int32(size))
+        if masks.everything:
+            carry = jax.lax.fori_loop(first, end, partial(one, whole=True), carry)
+            continue
+        low, high = jnp.int32(whole[0]), jnp.int32(whole[1])
+        begin = jnp.clip(jax.lax.div(low + (size - 1), jnp.int32(size)), first, end)
+        until = jnp.clip(jax.lax.div(high, jnp.int32(size)), begin, end)
+        carry = jax.lax.fori_loop(first, begin, partial(one, whole=False), carry)
+        carry = jax.lax.fori_loop(begin, until, partial(one, whole=True), carry)
+        carry = jax.lax.fori_loop(until, end, partial(one, whole=False), carry)
+    return carry
 
 
 def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
+    queries: Any,
     starts: Any,
     q_ref: Any,
     k_ref: Any,
@@ -259,20 +296,20 @@ def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     out: Any,
     total_ref: Any,
     *,
+    runs: tuple[int, int],
     masks: Masks,
     keys: int,
     width: int,
     value: int,
 ) -> None:
     rows = q_ref.shape[0]
-    first, start = starts[0] + pl.program_id(0) * rows, starts[1]
+    first = _first(queries, runs[0], rows)
     q = _load(q_ref, width)
-    block = first, first + rows - 1, start, k_ref.shape[0]
 
-    def more(number: Any, carry: tuple[jax.Array, ...], *, whole: bool) -> tuple[jax.Array, ...]:
+    def more(place: Any, start: Any, carry: tuple[jax.Array, ...], *, whole: bool) -> tuple[jax.Array, ...]:
         made, total, largest = carry
-        here = pl.ds(number * keys, keys)
-        logits, _ = _scores(q, _load(k_ref.at[here], width), first, start + number * keys, masks, whole)
+        here = pl.ds(place, keys)
+        logits, _ = _scores(q, _load(k_ref.at[here], width), first, start, masks, whole)
         top = jnp.maximum(largest, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - top[:, None])
         fade = jnp.exp2(largest - top)
@@ -280,8 +317,8 @@ def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
         return made * fade[:, None] + _dot(weights.astype(v.dtype), v), total * fade + jnp.sum(weights, axis=1), top
 
     empty = jnp.zeros((rows, v_ref.shape[1]), jnp.float32), jnp.zeros(rows), jnp.full(rows, _LEAST, jnp.float32)
-    seen = masks.key_range(*block), masks.whole_key_range(*block)
-    made, total, largest = _over(*seen, keys, masks, more, empty)
+    ranges, block = (masks.key_range, masks.whole_key_range), (first, first + rows - 1)
+    made, total, largest = _over(ranges, block, starts, (runs[1], keys), masks, more, empty)
     some = total > 0
     whole = jnp.where(some, total, 1.0)
     _store(out, made / whole[:, None], value)
@@ -307,6 +344,7 @@ def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
 
 
 def _of_queries(  # noqa: PLR0917  (a kernel gets its arrays one by one)
+    queries: Any,
     starts: Any,
     q_ref: Any,
     k_ref: Any,
@@ -316,27 +354,29 @@ def _of_queries(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     shift_ref: Any,
     d_q: Any,
     *,
+    runs: tuple[int, int],
     masks: Masks,
     keys: int,
     width: int,
     value: int,
 ) -> None:
     rows = q_ref.shape[0]
-    first, start = starts[0] + pl.program_id(0) * rows, starts[1]
+    first = _first(queries, runs[0], rows)
     q, kept = _load(q_ref, width), (total_ref[...], _load(d_out_ref, value), shift_ref[...])
-    block = first, first + rows - 1, start, k_ref.shape[0]
 
-    def more(number: Any, total: jax.Array, *, whole: bool) -> jax.Array:
-        here = pl.ds(number * keys, keys)
+    def more(place: Any, start: Any, total: jax.Array, *, whole: bool) -> jax.Array:
+        here = pl.ds(place, keys)
         k, v = _load(k_ref.at[here], width), _load(v_ref.at[here], value)
-        _, d_scores = _gradients(q, k, v, kept, first, start + number * keys, masks, whole)
+        _, d_scores = _gradients(q, k, v, kept, first, start, masks, whole)
         return total + _dot(d_scores.astype(k.dtype), k)
 
-    seen = masks.key_range(*block), masks.whole_key_range(*block)
-    _store(d_q, _over(*seen, keys, masks, more, jnp.zeros(q.shape, jnp.float32)), width)
+    ranges, block = (masks.key_range, masks.whole_key_range), (first, first + rows - 1)
+    begun = jnp.zeros(q.shape, jnp.float32)
+    _store(d_q, _over(ranges, block, starts, (runs[1], keys), masks, more, begun), width)
 
 
 def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
+    queries: Any,
     starts: Any,
     q_ref: Any,
     k_ref: Any,
@@ -347,26 +387,28 @@ def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     d_k: Any,
     d_v: Any,
     *,
+    runs: tuple[int, int],
     masks: Masks,
     rows: int,
     width: int,
     value: int,
 ) -> None:
     keys = k_ref.shape[0]
-    first, start = starts[1] + pl.program_id(0) * keys, starts[0]
+    first = _first(starts, runs[1], keys)
     k, v = _load(k_ref, width), _load(v_ref, value)
-    block = first, first + keys - 1, start, q_ref.shape[0]
-    seen = masks.query_range(*block), masks.whole_query_range(*block)
+    ranges, block = (masks.query_range, masks.whole_query_range), (first, first + keys - 1)
 
     def of_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        def more(number: Any, sums: tuple[jax.Array, jax.Array], *, whole: bool) -> tuple[jax.Array, jax.Array]:
-            here = pl.ds(number * rows, rows)
+        def more(
+            place: Any, start: Any, sums: tuple[jax.Array, jax.Array], *, whole: bool
+        ) -> tuple[jax.Array, jax.Array]:
+            here = pl.ds(place, rows)
             q, d_out = _load(q_ref.at[here, head], width), _load(d_out_ref.at[here, head], value)
             kept = total_ref[head, here], d_out, shift_ref[head, here]
-            weights, d_scores = _gradients(q, k, v, kept, start + number * rows, first, masks, whole)
+            weights, d_scores = _gradients(q, k, v, kept, start, first, masks, whole)
             return sums[0] + _dot(d_scores.astype(q.dtype).T, q), sums[1] + _dot(weights.astype(v.dtype).T, d_out)
 
-        made: tuple[jax.Array, jax.Array] = _over(*seen, rows, masks, more, sums)
+        made: tuple[jax.Array, jax.Array] = _over(ranges, block, queries, (runs[0], rows), masks, more, sums)
         return made
 
     start_sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)

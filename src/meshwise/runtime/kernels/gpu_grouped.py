@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as triton_module
+from jax.experimental.pallas import triton as _module
 
 from meshwise.runtime.kernels.counted import says
 
-_triton: Any = triton_module
+#: Pallas for NVIDIA GPUs, whose functions have no types.
+triton: Any = _module
 
 #: Columns of operands that a program reads at a time, and rows of each group. These, and the sizes of blocks, were the
 #: fastest on an H100 of some dozen tried, over 256 to 2,048 rows of a group.
@@ -54,7 +55,7 @@ def multiply(
     count, depth, width = len(sizes), rows.shape[1], matrices.shape[1 if transposed else 2]
     block = _block(mean, count)
     columns = _columns(width, _WIDE if block == _WIDEST else _NARROW)
-    numbers = _blocks_of_groups(sizes, rows.shape[0], block, rest=rest)
+    numbers = blocks_of_groups(sizes, rows.shape[0], block, rest=rest)
     matrices = jnp.moveaxis(matrices, major, 0)
     kernel = partial(_multiply, size=(block, depth, width), columns=columns, groups=count, middle=major > 0)
     shape = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
@@ -64,10 +65,10 @@ def multiply(
         return pl.pallas_call(
             partial(kernel, transposed=transposed != (major == 2)),
             grid=(pl.cdiv(width, columns), len(numbers)),
-            in_specs=(pl.BlockSpec((None, 4), lambda _, i: (i, 0)), _whole(rows), _whole(matrices)),
-            out_specs=_whole(shape),
+            in_specs=(pl.BlockSpec((None, 4), lambda _, i: (i, 0)), whole(rows), whole(matrices)),
+            out_specs=whole(shape),
             out_shape=shape,
-            compiler_params=_triton.CompilerParams(num_warps=8 if columns > 128 else 4, num_stages=3),
+            compiler_params=triton.CompilerParams(num_warps=8 if columns > 128 else 4, num_stages=3),
             interpret=interpret,
             name="multiply_groups",
         )(numbers, rows, matrices)
@@ -104,33 +105,33 @@ def multiply_rows(
         made = pl.pallas_call(
             partial(_multiply_rows, ends=(depth, width), size=size, middle=major > 0),
             grid=(pl.cdiv(width, size[1]), pl.cdiv(depth, size[0]), count),
-            in_specs=(pl.BlockSpec((None, 2), lambda _j, _i, g: (g, 0)), _whole(rows), _whole(others)),
-            out_specs=_whole(shape),
+            in_specs=(pl.BlockSpec((None, 2), lambda _j, _i, g: (g, 0)), whole(rows), whole(others)),
+            out_specs=whole(shape),
             out_shape=shape,
-            compiler_params=_triton.CompilerParams(num_warps=4, num_stages=3),
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
             interpret=interpret,
             name="multiply_rows_of_groups",
         )(numbers, rows, others)
     return jnp.moveaxis(made, 0, major)
 
 
-def unwritten(shape: tuple[int, ...], like: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """An array of the format of another, in which nothing is written.
+def unwritten(made: jax.ShapeDtypeStruct, after: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """An array in which nothing is written.
 
-    It is made where the other is: `jax.lax.empty` is made once for all rounds of a loop, and copied in each.
+    It is made once `after` is there: `jax.lax.empty` is made once for all rounds of a loop, and copied in each. A small
+    one: JAX takes all that a kernel is given to be read, and keeps it for a backward pass that would run this again.
     """
-    made = jax.ShapeDtypeStruct(shape, like.dtype)
     with says(0, 0):
         found: jax.Array = pl.pallas_call(
-            lambda _like, _out: None,
+            lambda _after, _out: None,
             grid=(1,),
-            in_specs=(_whole(like),),
-            out_specs=_whole(made),
+            in_specs=(whole(after),),
+            out_specs=whole(made),
             out_shape=made,
-            compiler_params=_triton.CompilerParams(num_warps=1),
+            compiler_params=triton.CompilerParams(num_warps=1),
             interpret=interpret,
             name="unwritten",
-        )(like)
+        )(after)
     return found
 
 
@@ -145,7 +146,7 @@ def _columns(width: int, sizes: tuple[int, ...]) -> int:
     return next((size for size in sizes if pl.cdiv(width, size) * size <= 1.1 * width), sizes[-1])
 
 
-def _blocks_of_groups(sizes: jax.Array, count: int, block: int, *, rest: bool) -> jax.Array:
+def blocks_of_groups(sizes: jax.Array, count: int, block: int, *, rest: bool) -> jax.Array:
     """First row, last and group of each block, as many as there could be: [blocks, 4]; the last group is of no rows."""
     sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)
     blocks = -(-sizes // block) if rest else jnp.append(-(-sizes[:-1] // block), 0)
@@ -157,7 +158,7 @@ def _blocks_of_groups(sizes: jax.Array, count: int, block: int, *, rest: bool) -
     return jnp.stack([jnp.where(group == here, first, count), last[here], here, here], axis=1).astype(jnp.int32)
 
 
-def _whole(x: Any) -> Any:
+def whole(x: Any) -> Any:
     """An array as it is in memory, of which a program picks its part."""
     zeros = (0,) * len(x.shape)
     return pl.BlockSpec(x.shape, lambda *_: zeros)
@@ -189,10 +190,10 @@ def _part(
     return (first, group, second) if middle else (group, first, second)
 
 
-def _within(place: tuple[Any, Any], shape: tuple[int, int], ends: tuple[Any, Any]) -> jax.Array | None:
+def within(place: tuple[Any, ...], shape: tuple[int, ...], ends: tuple[Any, ...]) -> jax.Array | None:
     """Which elements of a part are within its ends; an end that is None is not reached."""
     masks = [
-        jnp.expand_dims(start + jnp.arange(size) < end, 1 - axis)
+        jnp.expand_dims(start + jnp.arange(size) < end, [a for a in range(len(shape)) if a != axis])
         for axis, (start, size, end) in enumerate(zip(place, shape, ends, strict=True))
         if end is not None
     ]
@@ -201,18 +202,18 @@ def _within(place: tuple[Any, Any], shape: tuple[int, int], ends: tuple[Any, Any
     return jnp.broadcast_to(masks[0] if len(masks) == 1 else masks[0] & masks[1], shape)
 
 
-def _read(ref: Any, part: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
+def read(ref: Any, part: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
     """Part of an array, zeros where it is not."""
-    return ref[part] if mask is None else _triton.load(ref.at[part], mask=mask, other=0.0)
+    return ref[part] if mask is None else triton.load(ref.at[part], mask=mask, other=0.0)
 
 
-def _end(size: int, step: int) -> int | None:
+def end_beyond(size: int, step: int) -> int | None:
     """Where steps end that may go beyond, None where they do not."""
     return size if size % step else None
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return _triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
+    return triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
 
 
 def _multiply(
@@ -230,15 +231,15 @@ def _multiply(
     block, depth, width = size
     first, last, group = numbers[0], numbers[1], numbers[2]
     column, own = pl.program_id(0) * columns, jnp.minimum(group, groups - 1)
-    of_depth, of_width = _end(depth, _DEPTH), _end(width, columns)
+    of_depth, of_width = end_beyond(depth, _DEPTH), end_beyond(width, columns)
 
     def weights(place: tuple[Any, Any], shape: tuple[int, int], ends: tuple[Any, Any]) -> jax.Array:
-        return _read(w_ref, _part(place, shape, own, middle=middle), _within(place, shape, ends))
+        return read(w_ref, _part(place, shape, own, middle=middle), within(place, shape, ends))
 
     def more(number: Any, total: jax.Array) -> jax.Array:
         here = number * _DEPTH
         own_rows = (first, here), (block, _DEPTH)
-        x = _read(x_ref, _part(*own_rows), _within(*own_rows, (last, of_depth)))
+        x = read(x_ref, _part(*own_rows), within(*own_rows, (last, of_depth)))
         if transposed:
             return total + _dot(x, weights((column, here), (columns, _DEPTH), (of_width, of_depth)).T)
         return total + _dot(x, weights((here, column), (_DEPTH, columns), (of_depth, of_width)))
@@ -247,7 +248,7 @@ def _multiply(
     steps = jnp.where(some, jnp.int32(pl.cdiv(depth, _DEPTH)), jnp.int32(0))
     total = jax.lax.fori_loop(0, steps, more, jnp.zeros((block, columns), jnp.float32))
     there = (first, column), (block, columns)
-    _triton.store(out.at[_part(*there)], total.astype(out.dtype), mask=_within(*there, (last, of_width)))
+    triton.store(out.at[_part(*there)], total.astype(out.dtype), mask=within(*there, (last, of_width)))
 
 
 def _multiply_rows(
@@ -255,12 +256,12 @@ def _multiply_rows(
 ) -> None:
     first, last = numbers[0], numbers[1]
     places = (pl.program_id(1) * size[0], pl.program_id(0) * size[1])
-    reached = (_end(ends[0], size[0]), _end(ends[1], size[1]))
+    reached = (end_beyond(ends[0], size[0]), end_beyond(ends[1], size[1]))
 
     def more(number: Any, total: jax.Array) -> jax.Array:
         here = first + number * _ROWS
         x, y = (
-            _read(ref, _part((here, place), (_ROWS, step)), _within((here, place), (_ROWS, step), (last, end)))
+            read(ref, _part((here, place), (_ROWS, step)), within((here, place), (_ROWS, step), (last, end)))
             for ref, place, step, end in zip((x_ref, y_ref), places, size, reached, strict=True)
         )
         return total + _dot(x.T, y)
@@ -268,4 +269,4 @@ def _multiply_rows(
     steps = jax.lax.div(last - first + (_ROWS - 1), jnp.int32(_ROWS))
     total = jax.lax.fori_loop(0, steps, more, jnp.zeros(size, jnp.float32))
     part = out.at[_part(places, size, pl.program_id(2), middle=middle)]
-    _triton.store(part, total.astype(out.dtype), mask=_within(places, size, reached))
+    triton.store(part, total.astype(out.dtype), mask=within(places, size, reached))

@@ -5,7 +5,6 @@ Positions count from the beginning of the sequence, so that a device may hold an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,22 +138,27 @@ def _smaller(a: Any, b: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The queries and keys of one device, which stand in the sequence one after the other; and which of them meet.
+    """The queries and keys of one device, each in runs of equal length, and which of them meet.
 
     Args:
         masks: which pairs are seen.
-        queries, keys: positions of the first, as numbers or as values of the program.
-        offsets: all that `queries - keys` can be; empty where it is not known as the program is traced.
+        queries, keys: position of the first of each run, as numbers or as values of the program.
+        offsets: all that `queries - keys` can be, for each run of queries those of all keys; empty where it is not
+            known as the program is traced.
         number: which of these it is, on this device.
     """
 
     masks: Masks
-    queries: Any = 0
-    keys: Any = 0
-    offsets: Sequence[int] = (0,)
+    queries: tuple[Any, ...] = (0,)
+    keys: tuple[Any, ...] = (0,)
+    offsets: tuple[tuple[int, ...], ...] = ((0,),)
     number: Any = 0
 
     @property
     def known(self) -> bool:
         """Whether all is known as the program is traced."""
-        return all(isinstance(x, int) for x in (self.queries, self.keys, self.number))
+        return all(isinstance(x, int) for x in (*self.queries, *self.keys, self.number))
+
+    def runs(self, q: Any, k: Any) -> tuple[int, int]:
+        """Queries and keys of a run, of those in q [B, T, N, H] and k [B, S, K, H]."""
+        return int(q.shape[1]) // len(self.queries), int(k.shape[1]) // len(self.keys)

@@ -28,6 +28,9 @@ _MaskInfo: Any = mask_info.MaskInfo
 #: Rows of a block, the most that fits on the chip first; the kernel takes none below a tile's 128 lanes.
 _SIZES = (512, 256, 128)
 
+#: Of queries and keys, multiples of it.
+LEAST = _SIZES[-1]
+
 #: Below it a logarithm is that of no pair: the kernel's stand-in for minus infinity.
 _NOTHING = -1e30
 
@@ -38,8 +41,9 @@ def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
         return "positions are known only as the program runs"
     if pairs.masks.chunk is not None:
         return "attention within chunks is not written for TPUs"
-    if any(x.shape[1] % _SIZES[-1] for x in (q, k)):
-        return f"{q.shape[1]} queries and {k.shape[1]} keys are not multiples of {_SIZES[-1]}"
+    queries, keys = pairs.runs(q, k)
+    if queries % LEAST or keys % LEAST:
+        return f"{queries} queries and {keys} keys are not multiples of {LEAST}"
     return ""
 
 
@@ -47,7 +51,7 @@ def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Attend; arguments and result as of `blocks.forward`."""
-    size = _sizes(q, k, pairs.masks)
+    size = _sizes(q, k, pairs)
     own = _tables(pairs, q, k, size, by_key=False)
     attend = partial(
         _kernel._splash_attention_forward,
@@ -59,7 +63,7 @@ def forward(
         block_sizes=_kernel.BlockSizes(block_q=size[0], block_kv=size[1], block_kv_compute=size[1]),
         residual_checkpoint_name=None,
         save_residuals=True,
-        mask_function=_function(pairs.masks),
+        mask_function=_function(pairs, k),
         attn_logits_soft_cap=pairs.masks.cap,
         interpret=interpret,
     )
@@ -81,7 +85,7 @@ def backward(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients; arguments and result as of `blocks.backward`."""
-    size = _sizes(q, k, pairs.masks)
+    size = _sizes(q, k, pairs)
     total, d_out, shift = (jnp.swapaxes(x, 1, 2) for x in kept)
     total = jnp.where(jnp.isfinite(total), total, 0.0)
     common = {
@@ -93,7 +97,7 @@ def backward(
         "q_layout": _kernel.QKVLayout.HEAD_DIM_MINOR,
         "k_layout": _kernel.QKVLayout.HEAD_DIM_MINOR,
         "v_layout": _kernel.QKVLayout.HEAD_DIM_MINOR,
-        "mask_function": _function(pairs.masks),
+        "mask_function": _function(pairs, k),
         "interpret": interpret,
     }
     keys = _tables(pairs, q, k, size, by_key=True)
@@ -128,15 +132,40 @@ def _scaled(q: jax.Array, pairs: Pairs) -> jax.Array:
     return _by_head((q.astype(jnp.float32) * pairs.masks.scale).astype(q.dtype))
 
 
-def _sizes(q: jax.Array, k: jax.Array, masks: Masks) -> tuple[int, int]:
+def _sizes(q: jax.Array, k: jax.Array, pairs: Pairs) -> tuple[int, int]:
     """Rows of queries and of keys in a block: no more than a window, of which a larger one would hold little."""
-    most = _SIZES[0] if masks.window is None else max(_SIZES[-1], masks.window)
-    rows, keys = (next(s for s in _SIZES if s <= most and x.shape[1] % s == 0) for x in (q, k))
+    window = pairs.masks.window
+    most = _SIZES[0] if window is None else max(LEAST, window)
+    rows, keys = (next(s for s in _SIZES if s <= most and n % s == 0) for n in pairs.runs(q, k))
     return rows, keys
 
 
-def _function(masks: Masks) -> Any:
-    return None if masks.everything else masks.sees
+def _function(pairs: Pairs, k: jax.Array) -> Any:
+    """Whether queries, as `_tables` numbers them, see keys, which the kernel numbers by their place."""
+    masks, bits, run = pairs.masks, _bits(pairs, k), k.shape[1] // len(pairs.keys)
+    if masks.everything:
+        return None
+    if not bits:
+        return masks.sees
+
+    def sees(q: jax.Array, k: jax.Array) -> jax.Array:
+        gap = (q & ((1 << bits) - 1)) * run
+        return jnp.asarray(masks.sees(q >> bits, jnp.where(k < run, k, k + gap)))
+
+    return sees
+
+
+def _bits(pairs: Pairs, k: jax.Array) -> int:
+    """Bits that hold how many runs of keys are missing between two that a device has; none where it has one."""
+    return int(_gaps(pairs, k).max()).bit_length()
+
+
+def _gaps(pairs: Pairs, k: jax.Array) -> NDArray[np.int32]:
+    """Runs missing between the two that a device has, for each offset."""
+    assert len(pairs.keys) <= 2, "of keys, a device has two runs at most"
+    if len(pairs.keys) == 1:
+        return np.zeros(len(pairs.offsets), np.int32)
+    return np.asarray([(first - second) // (k.shape[1] // 2) - 1 for first, second, *_ in pairs.offsets], np.int32)
 
 
 def _tables(pairs: Pairs, q: jax.Array, k: jax.Array, size: tuple[int, int], *, by_key: bool) -> Any:
@@ -144,19 +173,27 @@ def _tables(pairs: Pairs, q: jax.Array, k: jax.Array, size: tuple[int, int], *, 
     masks = pairs.masks
     if masks.everything:
         return _MaskInfo(None, None, None, None, None)
-    held = [_held(masks, offset, (q.shape[1], k.shape[1]), size) for offset in pairs.offsets]
+    runs, several = pairs.runs(q, k), len(pairs.keys)
+    held = [
+        np.block(
+            [[_held(masks, n, runs, size) for n in offsets[i : i + several]] for i in range(0, len(offsets), several)]
+        )
+        for offsets in pairs.offsets
+    ]
     packed = [_packed(h.T if by_key else h, max(_width(h, by_key) for h in held)) for h in held]
     blocks, valid = (np.stack(x) for x in zip(*packed, strict=True))
     if by_key:
         blocks, valid = blocks.swapaxes(1, 2), valid.swapaxes(1, 2)
     chosen = partial(jax.lax.dynamic_slice_in_dim, start_index=pairs.number, slice_size=1, axis=0)
-    first = jnp.asarray(pairs.offsets, jnp.int32)[pairs.number]
+    first = jnp.asarray([offsets[::several] for offsets in pairs.offsets], jnp.int32)[pairs.number]
+    bits, gap = _bits(pairs, k), jnp.asarray(_gaps(pairs, k))[pairs.number]
+    queries = (first[:, None] + jnp.arange(runs[0], dtype=jnp.int32)).reshape(-1)
     return _MaskInfo(
         data_next=chosen(jnp.asarray(blocks)),
         mask_next=None,
         block_mask=chosen(jnp.asarray(valid)),
         partial_mask_blocks=None,
-        q_sequence=first + jnp.arange(q.shape[1], dtype=jnp.int32),
+        q_sequence=(queries << bits) + gap,
     )
 
 

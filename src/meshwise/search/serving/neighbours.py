@@ -65,7 +65,7 @@ def _kinds(tables: Tables, pairs: Pairs, best: int) -> dict[str, Mask]:
         "engines that do both" if pairs.apart[best] else "engines apart for prefill and generation": ~alike,
         f"more than {batch:,.0f} requests at once on such engines": same & (batches > batch),
         f"fewer than {batch:,.0f}": same & (batches < batch),
-        f"decoding engines of more than {chips:.0f} chips": engines > chips,
+        f"decoding engines of more than {chips:.0f} chip{'s' if chips > 1 else ''}": engines > chips,
         f"of fewer than {chips:.0f}": engines < chips,
     }
     if layout.tensor != layout.engine_chips:

@@ -173,7 +173,7 @@ def _together(
         out=replicas,
         chips=replicas * engine,
         ttft=prefill.seconds[row] + handover + step / 2 + (p - 1) / 2 / each,
-        tpot=step / gained + (per_prompt * b / further if further else 0.0),
+        tpot=step / gained + (per_prompt * (b - 1) / further if further else 0.0),
         rate=rate,
         tokens=rate * load.output,
         memory=np.maximum(prefill.weights[row], decode.weights[out])

@@ -161,11 +161,10 @@ def plan_serving(
         all_pairs, first = Pairs.joined([pairs, simple]), len(pairs)
         plans += _estimated(tables, all_pairs, [first])
     others = neighbours(constraints, tables, all_pairs, first)
-    if constraints.chunks:
-        alike, whole = pairs.take(one_layout(tables, pairs)), plans[0]
-        with contextlib.suppress(InfeasibleError):
-            plans += _estimated(tables, alike, _ranked(tables, constraints, alike, top)) if len(alike) else ()
-        plans = _with_chunks(tables, constraints, plans)
+    if chunks := [chunk for chunk in constraints.chunks if chunk < problem.load.computed]:
+        whole, more = plans[0], _ranked_of_one_layout(tables, constraints, pairs, top)
+        plans += _estimated(tables, pairs, [i for i in more if i not in best])
+        plans = _with_chunks(tables, constraints, plans, chunks)
         if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
             others = (Neighbour("prompts prefilled whole", f"at best {_performance(whole)}"),)
     cpu_s, configurations = time.process_time() - began, tables.prefill.priced + tables.decode.priced
@@ -290,12 +289,11 @@ def _estimated(tables: Tables, pairs: Pairs, which: Iterable[int]) -> tuple[Serv
 
 
 def _with_chunks(
-    tables: Tables, constraints: ServingConstraints, plans: Sequence[ServingEstimate]
+    tables: Tables, constraints: ServingConstraints, plans: Sequence[ServingEstimate], chunks: Sequence[int]
 ) -> tuple[ServingEstimate, ...]:
     """The plans, which prefill whole prompts, and those of one layout also with prompts in chunks; best first."""
     found = {e.setup: e for e in plans}
     alike = [setup for setup in found if setup.one_layout]
-    chunks = [chunk for chunk in constraints.chunks if chunk < tables.problem.load.computed]
     for setup, chunk in itertools.product(alike, chunks):
         other = replace(setup, prefill=setup.decode, prefill_batch=1, chunk=chunk)
         if constraints.tools and not any(tool.runs(other) for tool in constraints.tools):
@@ -327,6 +325,14 @@ def _ranked(tables: Tables, constraints: ServingConstraints, pairs: Pairs, top: 
         best.append(best_of(columns, ties(constraints), left))
         left = left[kinds[left] != kinds[best[-1]]]
     return best
+
+
+def _ranked_of_one_layout(tables: Tables, constraints: ServingConstraints, pairs: Pairs, top: int) -> list[int]:
+    """The same of engines of one layout; empty where none of them keeps the targets."""
+    alike = np.flatnonzero(one_layout(tables, pairs))
+    with contextlib.suppress(InfeasibleError):
+        return [int(i) for i in alike[_ranked(tables, constraints, pairs.take(alike), top)]] if len(alike) else []
+    return []
 
 
 def _impossible(pairs: Pairs, constraints: ServingConstraints) -> str:

@@ -1,6 +1,7 @@
 """Every layout of one engine that is searched, for a step, as arrays: mesh sizes, choices, and places on the network.
 
-What is searched: engines of every number of chips that divides the cluster's; of these, every product of
+What is searched: engines of every number of chips that divides the cluster's, and of whole nodes besides (see
+`engine_sizes`); of these, every product of
 tensor x cache x width x expert x stage (generation) or tensor x width x context x expert x fsdp x stage (prefill), and
 every way to lay it on the network. Left out are layouts that only copy: more ways than twice the heads, a cache split
 otherwise while there are key/value heads left to split, more expert shards than experts, more stages than layers; and
@@ -10,6 +11,7 @@ width together with experts, context or gathered weights, context together with 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -97,6 +99,28 @@ def divisors(n: int) -> tuple[int, ...]:
     (1, 2, 3, 4, 6, 12)
     """
     return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+#: Numbers of nodes up to which all are tried, if they do not divide: beyond, the next power of two or thrice one has at
+#: least three quarters of them.
+_NODES = 8
+
+
+def engine_sizes(fabric: Fabric) -> tuple[int, ...]:
+    """Numbers of chips of the engines that are searched: those that divide the network's, and whole nodes.
+
+    Models divide best into powers of two, so these are tried, though other nodes may stay idle; and, where no number
+    that divides is within a factor of two below, all small ones and thrice the powers of two. Through switches alone,
+    as axes lie on divisors of a torus; where all chips are on one switch each is a node.
+    """
+    inner, nodes = math.prod(fabric.sizes[:-1]), fabric.sizes[-1]
+    found = {*divisors(inner * nodes)}
+    if not fabric.dimensions[-1].torus:
+        powers = {2**k for k in range(nodes.bit_length())}
+        near = {n for n in range(1, nodes + 1) if any(d <= n < 2 * d for d in divisors(nodes))}
+        other = ({*range(1, _NODES + 1)} | {3 * p for p in powers}) - near
+        found |= {inner * n for n in powers | other if n <= nodes}
+    return tuple(sorted(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,10 +370,11 @@ def simulator_setup(problem: ServingProblem, setup: ServingSetup) -> ServingSyst
     load = problem.load
     speculation = Speculation(min(load.acceptance, 1 - 1e-9), load.draft_tokens) if load.draft_tokens else None
     reuse, together = bool(load.cached_prefix), max(round(setup.prefill_batch * load.computed), 1)
-    whole = Scheduling("prefill-first", setup.batch, together, prefix_cache=reuse, speculation=speculation)
+    ranks = setup.decode.ranks
+    whole = Scheduling("prefill-first", setup.batch, together, prefix_cache=reuse, speculation=speculation, ranks=ranks)
     pool, costs = None, engine_costs(problem, setup, "decode")
     if setup.mode == "disaggregated":
-        first = replace(whole, max_batch=max(setup.prefill_batch, 1), speculation=None)
+        first = replace(whole, max_batch=max(setup.prefill_batch, 1), speculation=None, ranks=setup.prefill.ranks)
         pool = PrefillPool(engine_costs(problem, setup, "prefill"), setup.prefill.replicas, first)
         whole = replace(whole, prefix_cache=False)
     elif setup.chunk is not None:

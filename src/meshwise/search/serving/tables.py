@@ -32,7 +32,7 @@ from meshwise.costs.serving.sizes import (
 from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
 from meshwise.search.candidates import Array, Index, Mask
-from meshwise.search.serving.space import Candidates, candidates, divisors
+from meshwise.search.serving.space import Candidates, candidates, engine_sizes
 from meshwise.search.until import OutOfTime, Until
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
@@ -158,7 +158,7 @@ class Tables:
         Raises:
             KeyboardInterrupt: the user did, and there is another plan to give.
         """
-        sizes = divisors(problem.cluster.num_chips)
+        sizes = engine_sizes(fabric)
         try:
             return cls._of(problem, fabric, sizes, max_batch, forbid, until.tick)
         except KeyboardInterrupt as stopped:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from functools import cache, lru_cache, partial
 
 import numpy as np
@@ -28,10 +29,13 @@ class Decoding(Running[Request]):
         costs: of a step.
         speculation: what drafts there are.
         seed: of what draws which drafts are accepted.
+        ranks: of the replica.
     """
 
-    def __init__(self, costs: EngineCosts, speculation: Speculation | None, seed: tuple[int, ...]) -> None:
-        super().__init__(costs.block_tokens, speculation)
+    def __init__(
+        self, costs: EngineCosts, speculation: Speculation | None, seed: tuple[int, ...], ranks: int = 1
+    ) -> None:
+        super().__init__(costs.block_tokens, speculation, ranks)
         self.costs, self.speculation = costs, speculation
         # Made only where it is drawn from: a fleet may have 100,000 replicas.
         self._drawn = None if speculation is None else partial(speculation.steps, np.random.default_rng(seed))
@@ -80,17 +84,18 @@ class Decoding(Running[Request]):
                 done.append(request)
         return done
 
-    def longest_run(self, blocks: float) -> int:
-        """Count the steps until one is done, or reaches a window, or blocks run out; prepare `seconds` for them."""
+    def longest_run(self, blocks: Iterable[float]) -> int:
+        """Count the steps until one is done, or reaches a window, or blocks of a rank run out; prepare `seconds`."""
         finishes = self.finishes
         while finishes[0][2].serial != finishes[0][1]:
             heapq.heappop(finishes)
         steps: float = finishes[0][0] - self.steps
         for window in self.windows:
             steps = min(steps, window.steps_below(self.steps))
-        if self.count > 1 and self.count * (steps * self.growth / self.costs.block_tokens + 1) > blocks:
-            steps = min(steps, self.pages.steps_within(self.count, self.steps, blocks))  # type: ignore[arg-type]
-        self._step_s = self.fixed_seconds(self.count) + self.attention_seconds()
+        for count, pages, left in zip(self.counts, self.pages, blocks, strict=True):
+            if count > 1 and count * (steps * self.growth / self.costs.block_tokens + 1) > left:
+                steps = min(steps, pages.steps_within(count, self.steps, left))  # type: ignore[arg-type]
+        self._step_s = self.fixed_seconds(self.filled) + self.attention_seconds()
         self._growth_s = self.read_s * self.growth * self.count
         for window in self.windows:
             self._growth_s += window.growth_s()
@@ -114,10 +119,9 @@ class Decoding(Running[Request]):
             steps += 1
         return steps
 
-    def advance(self, steps: int) -> float:
-        """Do steps; give the blocks that they took."""
-        blocks = self.pages.grown(self.count, self.steps, steps)
-        self.steps += steps
+    def advance(self, steps: int) -> list[float]:
+        """Do steps; give the blocks that those of each rank took."""
+        blocks = super().advance(steps)
         for window in self.windows:
             window.advance(self.steps)
         return blocks

@@ -62,8 +62,8 @@ class Fleet:
     def run(self, load: Load) -> None:
         """Serve a load from the first request to the last."""
         prefill = self.prefill
-        most_tokens = self._active[0].cache.most_tokens
-        most_prompt = prefill[0].cache.most_tokens if prefill else most_tokens
+        most_tokens = self._active[0].caches[0].most_tokens
+        most_prompt = prefill[0].caches[0].most_tokens if prefill else most_tokens
         for index, demand in enumerate(load.requests()):
             time = demand.arrival
             if prefill:

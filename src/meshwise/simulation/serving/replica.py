@@ -55,14 +55,17 @@ class Replica:
         self.outstanding = 0
         self.ordered = 0.0
         self.leaving: float | None = None
-        self.decoding = Decoding(costs, scheduling.speculation, (seed, number < 0, abs(number)))
-        self.cache = PagedCache(self.decoding.pages, costs.kv_blocks, keeps_prefixes=scheduling.prefix_cache)
+        self.decoding = Decoding(costs, scheduling.speculation, (seed, number < 0, abs(number)), scheduling.ranks)
+        each = max(costs.kv_blocks // scheduling.ranks, 1)
+        self.caches = tuple(
+            PagedCache(pages, each, keeps_prefixes=scheduling.prefix_cache) for pages in self.decoding.pages
+        )
         self.scheduler = Scheduler(
-            scheduling, self.cache, self.decoding, hand_over=None if hand_over is None else self._send
+            scheduling, self.caches, self.decoding, hand_over=None if hand_over is None else self._send
         )
         self._activity = Activity(number, costs.kv_blocks)
         self._hand_over = hand_over
-        self._sent: list[tuple[float, float]] = []  # when blocks of requests that were handed over may be dropped
+        self._sent: list[tuple[float, float, int]] = []  # when blocks of whose rank, handed over, may be dropped
         self._cancelled: list[Request] = []  # to be let go before the next step
         self._busy = False  # whether what it does now is still to be settled
         self._begun = begins
@@ -78,6 +81,11 @@ class Replica:
         self._activity.hit_tokens = self.scheduler.hit_tokens
         self._activity.preemptions = self.scheduler.preemptions
         return self._activity
+
+    @property
+    def in_use(self) -> float:
+        """Blocks that requests use."""
+        return sum(cache.in_use for cache in self.caches)
 
     # Time
 
@@ -136,7 +144,8 @@ class Replica:
         if self._sent:
             self._drop_sent()
         elif not decoding.count and not scheduler.prefilling:
-            self.cache.used = 0  # no rounding is carried on
+            for cache in self.caches:
+                cache.used = 0  # no rounding is carried on
         self._step = step = scheduler.begin()
         if step is None:
             if self._sent and scheduler.waiting:
@@ -149,7 +158,7 @@ class Replica:
         if step.chunks:
             self._occupy(moving, self._prefill_seconds(step), min(step.decoding, 1))
             return True
-        steps = decoding.longest_run(self.cache.available)  # which prepares `seconds`, too
+        steps = decoding.longest_run([cache.available for cache in self.caches])  # which prepares `seconds`, too
         if step.alone or not steps:  # there may be blocks now for who gave way; blocks of drafts are rounded
             steps = 1
         self._run_begun = self.clock + moving
@@ -159,13 +168,12 @@ class Replica:
 
     def _prefill_seconds(self, step: Step[Request]) -> float:
         """Seconds of a step of pieces of prompts, maybe beside those that decode."""
-        decoding, tokens = self.decoding, 0
-        for piece, new in step.chunks:
-            tokens += new
+        decoding, tokens = self.decoding, self.decoding.filled_tokens(step.chunks)
+        for piece, _ in step.chunks:
             if piece.request.started < 0:
                 piece.request.started = self.clock
         if step.decoding:
-            seconds = decoding.step_seconds_of(step.decoding, tokens) + decoding.attention_seconds()
+            seconds = decoding.step_seconds_of(decoding.filled, tokens) + decoding.attention_seconds()
         else:
             seconds = decoding.prefill_seconds(tokens)
         attending = 0.0
@@ -179,7 +187,7 @@ class Replica:
     def _occupy(self, moving: float, seconds: float, steps: int) -> None:
         """Be busy with a step or a run, of so many decode steps."""
         self._begun = self.clock
-        self._in_use = self.cache.in_use
+        self._in_use = self.in_use
         self.clock = self.clock + moving + seconds
         self._run_steps = steps
         self._busy = True
@@ -192,12 +200,12 @@ class Replica:
         step = self._step
         if step is None:
             return
-        decoding, cache, steps, clock = self.decoding, self.cache, self._run_steps, self.clock
+        decoding, steps, clock = self.decoding, self._run_steps, self.clock
         count, blocks = step.decoding, (self._in_use, self._in_use)
         if steps:
             ended = decoding.ending(steps)
-            cache.take(decoding.advance(steps))
-            blocks = (self._in_use, cache.in_use)
+            self.scheduler.advance(steps)
+            blocks = (self._in_use, self.in_use)
         else:
             ended = []
         tokens = 0
@@ -228,10 +236,12 @@ class Replica:
     def _send(self, request: Request, blocks: float) -> None:
         """Hand a request over, whose own blocks are free when they have been sent."""
         assert self._hand_over is not None
-        heapq.heappush(self._sent, (self._hand_over(request, self.clock), blocks))
+        rank = request.rank
+        heapq.heappush(self._sent, (self._hand_over(request, self.clock), blocks, rank))
         self.outstanding -= 1
 
     def _drop_sent(self) -> None:
         """Free the blocks that have been sent."""
         while self._sent and self._sent[0][0] <= self.clock:
-            self.cache.used -= heapq.heappop(self._sent)[1]
+            _, blocks, rank = heapq.heappop(self._sent)
+            self.caches[rank].used -= blocks
