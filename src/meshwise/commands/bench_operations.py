@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any, Literal
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,17 @@ from meshwise.costs.calibration import FEW_ROWS_SIDES, default_calibration
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.local_shapes import local_shapes
-from meshwise.costs.machine import CACHED, ENGINE_STEPS, FEW_ROWS, PAGED, counted_bytes, engine_step
+from meshwise.costs.machine import (
+    CACHED,
+    DECODING,
+    ENGINE_STEPS,
+    FEW_ROWS,
+    PAGED,
+    PROMPTS,
+    TimedLayers,
+    counted_bytes,
+    engine_step,
+)
 from meshwise.costs.network import make_group_link
 from meshwise.hardware import Cluster, load_chip
 from meshwise.hardware.names import chip_of_device
@@ -31,14 +41,14 @@ from meshwise.runtime.bench import Bench, Sample, attention_sizes, matmul_sizes
 from meshwise.search import Plan
 from meshwise.sharding import CollectiveKind
 
+if TYPE_CHECKING:
+    from meshwise.engine.step_bench import EngineSteps
+
 #: Sizes that were asked for; empty for the usual ones.
 Sizes = Sequence[tuple[int, ...]]
 
 #: Formats in which a machine is measured, unless one is asked for: those that the runtime multiplies.
 _FORMATS = ("bf16", "fp32")
-
-#: Rows of products whose weights come from memory.
-_FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 #: Sizes as `--sizes` takes them.
 _EXAMPLES = {"matmul": "4096x4096x4096", "attention": "8x1x4096"}
@@ -292,16 +302,22 @@ class Operations:
 
     def _serving(self) -> Iterator[Operation]:
         """What an engine's step is made of besides: products of few rows, a paged cache, the engine itself."""
-        from meshwise.engine.step_bench import time_engine_step  # noqa: PLC0415 -- it loads JAX
+        from meshwise.engine.step_bench import EngineSteps, model_of, tiny_model  # noqa: PLC0415 -- it loads JAX
 
-        device = self.devices.devices[0]
-        for dtype in (self.request.dtype,) if self.request.dtype else _FORMATS:
-            for side, rows in itertools.product(FEW_ROWS_SIDES, _FEW_ROWS):
-                columns = self._columns("gemm", FEW_ROWS, dtype) | {"m": rows, "n": side, "k": side}
-                run = partial(self.devices.few_rows, rows, side, dtype)
-                yield Operation(
-                    f"{rows} x {side} x {side}, weights from memory", columns, run, 2.0 * rows * side**2, "FLOP/s"
-                )
+        device, seconds = self.devices.devices[0], self.request.seconds
+
+        @lru_cache(maxsize=1)  # one is made when the first of its steps is timed, and is let go after the last
+        def engine(layers: TimedLayers) -> EngineSteps:
+            return EngineSteps(device, model_of(layers), DType(layers.dtype), DECODING, PROMPTS)
+
+        for dtype, side in itertools.product((self.request.dtype,) if self.request.dtype else _FORMATS, FEW_ROWS_SIDES):
+            layers = TimedLayers(side, dtype)
+            for rows in (*DECODING, *PROMPTS):
+                columns = self._columns("overhead", FEW_ROWS, dtype) | {"m": rows, "n": side, "k": side}
+                run = partial(_timed, partial(engine, layers), rows, seconds)
+                what = f"{rows} request{'s' * (rows > 1)}" if rows in DECODING else f"a prompt of {rows}"
+                text = f"engine's step, {layers.number} layers of {layers.hidden}, {what}"
+                yield Operation(text, columns, run, layers.flops(rows), "FLOP/s")
         heads, kv_heads, dim, rows = 12, 4, 64, 8
         for keys in CACHED:
             columns = self._columns("attention decode", PAGED, "fp32") | {"batch": rows, "seq_q": 1, "seq_kv": keys}
@@ -315,10 +331,11 @@ class Operations:
         run = partial(self.devices.paged_attention, 1, keys, heads, kv_heads, dim, "fp32", prompt=True)
         flops = 4.0 * heads * dim * keys * (keys + 1) / 2
         yield Operation(f"paged cache, a prompt of {keys}", columns, run, flops, "FLOP/s")
-        for layers, batch in ENGINE_STEPS:
-            columns = self._columns("overhead", engine_step(layers, batch), "fp32") | {"batch": batch}
-            run = partial(time_engine_step, device, layers, batch, self.request.seconds)
-            text = f"engine's step, {layers} empty layer{'s' * (layers > 1)}, {batch} request{'s' * (batch > 1)}"
+        for number, batch in ENGINE_STEPS:
+            columns = self._columns("overhead", engine_step(number, batch), "fp32") | {"batch": batch}
+            empty = partial(EngineSteps, device, tiny_model(number), DType.FP32, (batch,))
+            run = partial(_timed, empty, batch, seconds)
+            text = f"engine's step, {number} empty layer{'s' * (number > 1)}, {batch} request{'s' * (batch > 1)}"
             yield Operation(text, columns, run)
 
     def _attentions(self, dtype: str, sizes: tuple[int, ...] = ()) -> Iterator[Operation]:
@@ -337,3 +354,8 @@ class Operations:
             run = partial(self.devices.attention, batch, queries, keys, heads, kv_heads, dim, dtype)
             text, expected = f"{batch} x {queries} queries, {keys} keys", self._local(flops, moved, dtype)
             yield Operation(text, columns, run, flops, "FLOP/s", expected)
+
+
+def _timed(engine: Callable[[], EngineSteps], rows: int, seconds: float) -> Sample:
+    """Time a step of so many requests that decode, or of a prompt of so many tokens."""
+    return engine().decoding(rows, seconds) if rows in DECODING else engine().prompts(rows, seconds)

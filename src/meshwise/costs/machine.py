@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
+from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import write_whole
 from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
@@ -27,8 +30,15 @@ from meshwise.sharding import CollectiveKind
 #: Sides of a product from which on its rate is that of large ones.
 _LARGE = 256
 
-#: Operations of serving, as rows call them: products of few rows with weights from memory, attention to a paged cache.
-FEW_ROWS, PAGED = "GEMM (m,k)x(k,n), weights from memory", "paged attention"
+#: Operations of serving, as rows call them: a step of layers with weights from memory, attention to a paged cache.
+FEW_ROWS, PAGED = "engine step, weights from memory", "paged attention"
+
+#: Requests that decode in such steps, and tokens of prompts.
+DECODING, PROMPTS = (1, 2, 4, 8), (16, 64, 256)
+
+#: Bytes of weights of such steps: servers have several hundred MiB of cache, of which a virtual machine has what its
+#: neighbours leave.
+_STREAMED = 1 << 29
 
 #: Keys of a step that decodes, from whose difference its rate is taken.
 CACHED = (128, 1024)
@@ -38,6 +48,45 @@ ENGINE_STEPS = ((1, 1), (9, 1), (1, 8))
 
 #: Latency and bandwidth that stand for those of nothing: there is one device.
 _AT_ONCE, _ALONE = 1e-9, 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLayers:
+    """Layers whose steps are timed: multi-head attention and a gated MLP four times as wide as the residual stream.
+
+    >>> layers = TimedLayers(1024, "fp32")
+    >>> layers.hidden, layers.ffn, layers.number, layers.flops(1)
+    (640, 2560, 21, 275251200.0)
+
+    Args:
+        side: of `FEW_ROWS_SIDES`: their products have as many weights as one of side x side, the geometric mean.
+        dtype: of their weights.
+    """
+
+    side: int
+    dtype: str
+
+    head_dim: ClassVar[int] = 64
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream: the mean product has 2 ** 1.5 times its square of weights."""
+        return self.side * 5 // 8 // self.head_dim * self.head_dim
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.hidden
+
+    @property
+    def number(self) -> int:
+        """Of layers: together more than a cache holds."""
+        each = 16 * self.hidden**2 * DType(self.dtype).bits / 8
+        return math.ceil(_STREAMED / each)
+
+    def flops(self, rows: int) -> float:
+        """Of the products of a step, two for each row and weight."""
+        return 2.0 * rows * self.number * 16 * self.hidden**2
 
 
 def counted_bytes(kind: CollectiveKind, row_bytes: float, group: int) -> float:
@@ -99,7 +148,7 @@ hop_latency = "{format_time(latency)}"
 host_link_bandwidth = "{hbm}"
 chips_per_host = {num_devices}
 power_watts = 1 # nobody measured it: energy means nothing here
-{_serving(rows, layer_operations)}'''
+{_serving(rows, layer_operations, num_devices)}'''
 
 
 def engine_step(layers: int, batch: int) -> str:
@@ -107,42 +156,92 @@ def engine_step(layers: int, batch: int) -> str:
     return f"engine step of {layers} layers, {batch} requests"
 
 
-def _serving(rows: Sequence[MeasuredOperation], operations: int) -> str:
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What an engine's step takes besides products, in seconds.
+
+    Args:
+        step, request, layer: of a step, for each of its requests, and of each of its layers.
+        start, cached: of attention to a cache in a layer, and for each byte of keys and values.
+        pair_flop: of attention of a prompt, for each FLOP of causal pairs.
+    """
+
+    step: float
+    request: float
+    layer: float
+    start: float
+    cached: float
+    pair_flop: float
+
+    @classmethod
+    def of(cls, rows: Sequence[MeasuredOperation], operations: int) -> _Engine:
+        """From rows; what comes out below nothing on a busy machine is next to nothing."""
+        near, far = (_one([r for r in rows if r.op == PAGED and r.seq_q == 1 and r.seq_kv == n]) for n in CACHED)
+        own, size = _kv_bytes(near), _kv_bytes(far)
+        slope = max((far.seconds - near.seconds) / (size - own), far.seconds / size / 10)
+        prompt = _one([r for r in rows if r.op == PAGED and r.causal == "yes"])
+        flops = _causal_flops(prompt.seq_kv or 0, (prompt.heads or 0) * (prompt.head_dim or 0))
+        (few_layers, _), (layers, _), (_, batch) = ENGINE_STEPS
+        one, deep, wide = (_one([r for r in rows if r.op == engine_step(*w)]).seconds for w in ENGINE_STEPS)
+        layer = max((deep - one) / (layers - few_layers), _AT_ONCE * operations)
+        return cls(
+            step=max(one - layer, _AT_ONCE),
+            request=max((wide - one) / (batch - 1), _AT_ONCE),
+            layer=layer,
+            start=max(near.seconds - own * slope, _AT_ONCE),
+            cached=slope,
+            pair_flop=prompt.seconds / flops,
+        )
+
+    def products(self, row: MeasuredOperation) -> float:
+        """FLOP/s of the products of a step: of what nothing else takes, half of the step at least."""
+        layers, rows = TimedLayers(row.n or 0, row.dtype), row.m or 0
+        decoding = rows in DECODING
+        if decoding:  # a block of a cache is read whole
+            attention = 8.0 * rows * CACHED[0] * layers.hidden * self.cached
+        else:
+            attention = _causal_flops(rows, layers.hidden) * self.pair_flop
+        besides = self.step + self.request * (rows if decoding else 1)
+        besides += layers.number * (self.layer + self.start + attention)
+        return layers.flops(rows) / max(row.seconds - besides, row.seconds / 2)
+
+
+def _causal_flops(tokens: int, width: int) -> float:
+    """Of attention of a prompt with query heads of this width together."""
+    return 4.0 * width * tokens * (tokens + 1) / 2
+
+
+def _serving(rows: Sequence[MeasuredOperation], operations: int, num_devices: int) -> str:
     """What was measured of serving, as a table of the file; empty where nothing was."""
-    chained = [r for r in rows if r.op == FEW_ROWS]
-    if not chained:
+    stepped = [r for r in rows if r.op == FEW_ROWS]
+    if not stepped:
         return ""
-    few = {dtype: _few_rows([r for r in chained if r.dtype == dtype]) for dtype in sorted({r.dtype for r in chained})}
+    engine = _Engine.of(rows, operations)
+    few = {
+        dtype: _few_rows([r for r in stepped if r.dtype == dtype], engine, num_devices)
+        for dtype in sorted({r.dtype for r in stepped})
+    }
     points = ", ".join(f"{dtype} = [{', '.join(own)}]" for dtype, own in few.items())
-    near, far = (_one([r for r in rows if r.op == PAGED and r.seq_q == 1 and r.seq_kv == n]) for n in CACHED)
-    own, size = _kv_bytes(near), _kv_bytes(far)
-    slope = max((far.seconds - near.seconds) / (size - own), far.seconds / size / 10)
-    prompt = _one([r for r in rows if r.op == PAGED and r.causal == "yes"])
-    keys = prompt.seq_kv or 0
-    flops = 4.0 * (prompt.heads or 0) * (prompt.head_dim or 0) * keys * (keys + 1) / 2
-    (few_layers, _), (layers, _), (_, batch) = ENGINE_STEPS
-    one, deep, wide = (_one([r for r in rows if r.op == engine_step(*w)]).seconds for w in ENGINE_STEPS)
-    start = max(near.seconds - own * slope, _AT_ONCE)
-    layer = max((deep - one) / (layers - few_layers), _AT_ONCE * operations)
     return f'''[chip.measured] # how it serves with this runtime
 few_rows = {{ {points} }}
-attention = "{format_flops_per_s(flops / prompt.seconds)}"
-cache_bandwidth = "{format_bandwidth(1 / slope)}"
-cache_start = "{format_time(start)}"
-host_step = "{format_time(max(one - layer, _AT_ONCE))}"
-host_request = "{format_time(max((wide - one) / (batch - 1), _AT_ONCE))}"
-operation = "{format_time(layer / operations)}"
+attention = "{format_flops_per_s(1 / engine.pair_flop)}"
+cache_bandwidth = "{format_bandwidth(1 / engine.cached)}"
+cache_start = "{format_time(engine.start)}"
+host_step = "{format_time(engine.step)}"
+host_request = "{format_time(engine.request)}"
+operation = "{format_time(engine.layer / operations)}"
 '''
 
 
-def _few_rows(chained: Sequence[MeasuredOperation]) -> list[str]:
-    """[rows, FLOP/s with the smaller weights, with the larger ones] of one format."""
+def _few_rows(stepped: Sequence[MeasuredOperation], engine: _Engine, num_devices: int) -> list[str]:
+    """[rows, FLOP/s with the smaller weights, with the larger ones] of one format, for each device its share."""
 
     def rate(rows: int, side: int) -> str:
-        r = _one([r for r in chained if (r.m, r.n) == (rows, side)])
-        return format_flops_per_s(2.0 * rows * side * (r.k or 0) / r.seconds)
+        return format_flops_per_s(
+            engine.products(_one([r for r in stepped if (r.m, r.n) == (rows, side)])) / num_devices
+        )
 
-    rows = sorted({r.m or 0 for r in chained})
+    rows = sorted({r.m or 0 for r in stepped})
     return [f"[{m}, {', '.join(f'{chr(34)}{rate(m, side)}{chr(34)}' for side in FEW_ROWS_SIDES)}]" for m in rows]
 
 

@@ -22,11 +22,6 @@ _CALLS = 5
 #: Calls that are queued before one waits: a device works through them without waiting for the host.
 _QUEUED = 10
 
-
-#: Products in a row, whose weights are more than caches hold, 512 MiB where 1,024 x 1,024 are in fp32: servers have
-#: several hundred MiB of them, of which a virtual machine has what its neighbours leave.
-_CHAIN = 128
-
 #: Collectives of at most `_SMALL` bytes run `_CHAINED` times in one program on a CPU, as in a step: starting a program
 #: takes longer than they do.
 _SMALL, _CHAINED = 1 << 16, 8
@@ -112,37 +107,6 @@ class Bench:
         k, v = (self._drawn((batch, keys, kv_heads, head_dim), dtype) for _ in range(2))
         causal = queries == keys
         return self._time(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), q, k, v)
-
-    def few_rows(self, rows: int, side: int, dtype: str) -> Sample:
-        """Multiply few rows by weights that no cache holds: a chain of products (rows, side) x (side, side), each.
-
-        As in layers, small operations stand between products, during which threads that share a product out go to
-        sleep; their own time, in a chain without products, is taken off.
-        """
-        import jax  # noqa: PLC0415
-
-        length = max(_CHAIN // self.busy_devices, 2)
-        x, *weights = (self._drawn((n, side), dtype) for n in (rows, *[side] * length))
-
-        def between(x: Any) -> Any:
-            scaled = x * jax.lax.rsqrt(jax.numpy.mean(x * x, axis=-1, keepdims=True) + 1)
-            return jax.lax.optimization_barrier(scaled)
-
-        def chain(x: Any, *weights: Any) -> Any:
-            for w in weights:
-                x = jax.lax.optimization_barrier(between(x) @ w)
-            return x
-
-        def rest(x: Any) -> Any:
-            for _ in range(length):
-                x = jax.lax.optimization_barrier(between(x))
-            return x
-
-        found, own = self._time(chain, x, *weights, queued=1), self._time(rest, x, queued=1)
-        both = zip((found.seconds, found.low, found.high), (own.seconds, own.low, own.high), strict=True)
-        # On a machine so busy that the rest took longer than half of all, that half.
-        seconds, low, high = (max(t - o, t / 2) / length for t, o in both)
-        return Sample(seconds, low, high, found.calls * length)
 
     def paged_attention(  # noqa: PLR0917 -- the sizes of one operation
         self, rows: int, keys: int, heads: int, kv_heads: int, head_dim: int, dtype: str, *, prompt: bool
