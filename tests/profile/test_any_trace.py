@@ -164,6 +164,28 @@ def test_a_step_that_is_no_longer_does_not_stand_out():
         assert (causes[0].name, causes[0].share) == ("exposed-collective", found)
 
 
+@pytest.mark.parametrize(("more", "differ", "share"), [(10, 1, 0.25), (10, 30, 1.0), (1, 1, 1.0)])
+def test_a_collective_that_differs_at_will_is_why_a_step_stands_out(more, differ, share):
+    """It waits for what the host does before it, 2 ms to 8 ms, so that steps of 104 ms differ by 1 ms; one by 10 ms."""
+    ops = (
+        OpKind("product", Activity.COMPUTE, "matmul"),
+        OpKind("sum", Activity.COLLECTIVE, "collective", collective=Collective("all-reduce", 1e6, 8)),
+    )
+    stream, markers, now = StreamBuilder("0"), [], 0
+    for step, waits in enumerate((8, 5, 2, 5)):
+        begin = now
+        late, sends = 10 - waits + differ * (step % 2), waits + more * (step == 1)
+        for start, length, op in ((0, 94, 0), (94 + late, sends, 1)):
+            stream.add(begin + start * 10**9, length * 10**9, op)
+        now = begin + (94 + late + sends) * 10**9
+        markers.append(Marker(f"step {step}", begin, now - begin, 0))
+    device = Device("rank 0", "", 0, "", (stream.build(),))
+    causes = find_causes(profile_traces([Trace("t", "chrome", ops, (device,), tuple(markers))]))
+    found = next(c for c in causes if c.name == "exposed-collective")
+    assert found.share == share
+    assert share == 1 or found.seconds == pytest.approx(10 * MS, rel=WITHIN)
+
+
 @pytest.mark.parametrize("into", [0.25, 0.5, 0.8])
 @pytest.mark.parametrize("paths", [PAX, DLRM, [RESNET], [QWEN], [SGLANG], [GPU_ONLY], [TE]], ids=lambda p: p[0][-12:])
 def test_a_gap_of_5_ms(paths, into):

@@ -26,6 +26,9 @@ _NEAR, _ALIKE, _MOST_COMPARED = 0.02, 1.5, 200
 _FAR = 3.0
 #: A step stands out if it is longer than the shortest other step by at least this share of what takes longer in it.
 _LONGER = 0.5
+#: A step stands out by itself if it is longer than the others by this share, and by this factor of how much they
+#: differ, which is no more than this share; a place explains it if it takes longer by at least this share of that.
+_LONG_STEP, _LONG_FACTOR, _STEADY, _EXPLAINS = 0.02, 3.0, 0.1, 0.5
 
 Seconds = npt.NDArray[np.float64]
 
@@ -70,13 +73,18 @@ class Unusual:
 def standing_out(profile: Profile, places: Sequence[Place]) -> tuple[list[Unusual], list[Seconds]]:
     """The places that make few steps longer by most, and seconds [devices, steps] of each place as if they did not.
 
-    If a step without what takes longer there would be far shorter than all others, it does something else less: the
-    place makes it no longer.
+    A place that differs from step to step at will makes a step longer if it explains why that step stands out. If a
+    step without what takes longer there would be far shorter than all others, it does something else less: the place
+    makes it no longer.
     """
     steps = np.array([device.lane.steps.duration for device in profile.devices]) / SECOND
+    more_s = _longer_by(steps.mean(axis=0))
     found = []
     for number, place in enumerate(places):
-        at = unusual_steps(place.seconds.max(axis=0), profile.step_s)
+        own = place.seconds.max(axis=0)
+        at = unusual_steps(own, profile.step_s)
+        if not at.any() and more_s.any():
+            at = (more_s > 0) & (own - np.median(own[more_s == 0]) >= _EXPLAINS * more_s)
         if at.any():
             middle = np.median(place.seconds[:, ~at], axis=1, keepdims=True)
             usual = np.where(at, np.minimum(place.seconds, middle), place.seconds)
@@ -91,6 +99,15 @@ def standing_out(profile: Profile, places: Sequence[Place]) -> tuple[list[Unusua
     for _, number, usual in chosen:
         seconds[number] = usual
     return [unusual for unusual, _, _ in chosen], seconds
+
+
+def _longer_by(seconds: Seconds) -> Seconds:
+    """Seconds by which few steps are longer than the others; 0 for these, or if none stands out."""
+    usual = np.sort(seconds)[: len(seconds) // 2 + 1]
+    more, differ = seconds - np.median(usual), float(usual[-1] - usual[0])
+    least = max(LONG, _LONG_STEP * float(usual[-1]), _LONG_FACTOR * differ)
+    steady = len(seconds) >= 3 and differ <= _STEADY * float(usual[-1])
+    return np.where((more >= least) & steady, more, 0.0)
 
 
 def unusual_steps(seconds: Seconds, step_s: float) -> npt.NDArray[np.bool_]:
