@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -125,9 +126,9 @@ def test_nothing_in_the_space_is_better(constraints, monkeypatch):
 @pytest.mark.parametrize(
     ("on", "besides"),
     [
-        ("h100:64", ()),
-        ("h100:96", (64,)),  # as many of whole nodes as a power of two
-        ("h100:160", (64, 128)),
+        ("h100:8", (3, 5, 6, 7)),  # on one switch each chip is a node
+        ("h100:64", (24, 40, 48, 56)),
+        ("h100:160", (24, 48, 56, 64, 128)),  # twelve nodes are not tried beside ten
         ("h100:88", (16, 24, 32, 40, 48, 56, 64)),  # eleven nodes
         ("gb200-nvl72:7", (2, 3, 4, 5, 6)),
         ("v5p:4x4x12", ()),
@@ -146,6 +147,24 @@ def test_engines_that_do_not_divide_the_cluster_serve_more(monkeypatch):
     best = plan_serving(given).plans[0]
     monkeypatch.setattr(tables, "engine_sizes", lambda _: (1, 13))
     assert best.output_tokens_per_s > 1.1 * plan_serving(given).plans[0].output_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "objective", "gain"),
+    [("llama-3-8b", "rtx-4090:8", "ttft", 1.1), ("llama-3.1-405b", "h100:64", "throughput", 1.02)],
+)
+def test_two_kinds_of_engines_share_few_nodes_out_in_unequal_parts(model, on, objective, gain, monkeypatch):
+    """Six cards prefill and two generate; five nodes and three."""
+    given, asked = (
+        problem(model, on, prompt=2048, output=512),
+        ServingConstraints(objective=objective, forbid=("fsdp",)),
+    )
+    best = plan_serving(given, constraints=asked).plans[0]
+    assert best.setup.prefill.engine_chips + best.setup.decode.engine_chips == given.cluster.num_chips
+    better, _ = objective_and_tie(best, asked)
+    monkeypatch.setattr(tables, "engine_sizes", lambda network: divisors(math.prod(network.sizes)))
+    own, _ = objective_and_tie(plan_serving(given, constraints=asked).plans[0], asked)
+    assert max(own / better, better / own) > gain
 
 
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])

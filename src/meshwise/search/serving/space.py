@@ -101,25 +101,24 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-#: Numbers of nodes up to which all are tried, if they do not divide: beyond, the next power of two or thrice one has at
-#: least three quarters of them.
+#: Numbers of nodes up to which all are tried: two kinds of engines share few nodes out well in unequal parts (six that
+#: prefill, two that generate). Beyond, the next power of two or thrice one has at least three quarters of them.
 _NODES = 8
 
 
 def engine_sizes(fabric: Fabric) -> tuple[int, ...]:
     """Numbers of chips of the engines that are searched: those that divide the network's, and whole nodes.
 
-    Models divide best into powers of two, so these are tried, though other nodes may stay idle; and, where no number
-    that divides is within a factor of two below, all small ones and thrice the powers of two. Through switches alone,
-    as axes lie on divisors of a torus; where all chips are on one switch each is a node.
+    Of nodes these are all small numbers and, as models divide best into powers of two, those, though other nodes may
+    stay idle; and, where no number that divides is within a factor of two below, thrice the powers of two. Through
+    switches alone, as axes lie on divisors of a torus; where all chips are on one switch each is a node.
     """
     inner, nodes = math.prod(fabric.sizes[:-1]), fabric.sizes[-1]
     found = {*divisors(inner * nodes)}
     if not fabric.dimensions[-1].torus:
         powers = {2**k for k in range(nodes.bit_length())}
-        near = {n for n in range(1, nodes + 1) if any(d <= n < 2 * d for d in divisors(nodes))}
-        other = ({*range(1, _NODES + 1)} | {3 * p for p in powers}) - near
-        found |= {inner * n for n in powers | other if n <= nodes}
+        thrice = {3 * p for p in powers if not any(d <= 3 * p < 2 * d for d in divisors(nodes))}
+        found |= {inner * n for n in {*range(1, _NODES + 1)} | powers | thrice if n <= nodes}
     return tuple(sorted(found))
 
 
