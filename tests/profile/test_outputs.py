@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import meshwise
 from meshwise.cli.main import main
 from meshwise.report.profile import answer_line
 from tests.profile.test_faults import with_gap
-from tests.profile.traces import DLRM, PAX, RESNET, SGLANG, load, save
+from tests.profile.traces import DLRM, PAX, RESNET, SGLANG, TRACES, diagnose, load, save
 
 JOB = ["--model", "D=768 F=3072 L=12 N=12 K=12 H=64 V=50304", "--on", "a100-sxm-40gb:4", "--layout",
        "fsdp=4,remat=none", "--batch-tokens", "32Ki", "--seq-len", "2048"]  # fmt: skip
@@ -99,3 +100,10 @@ def test_causes_of_one_kind_are_said_once(tmp_path):
     gap = next(c for c in found.causes if c.name == "host-gap")
     line = answer_line(replace(found, causes=(replace(gap, seconds=30e-3), replace(gap, seconds=20e-3))))
     assert f"{gap.what} (30 ms and 20 ms); without both" in line
+
+
+def test_the_first_line_says_how_much_is_idle_and_what_is_left():
+    """Where one cause is all that was recorded, nothing is."""
+    assert re.match(r"614 ms a step, 54% of it idle: ", answer_line(diagnose(*DLRM)))
+    assert "idle:" not in answer_line(diagnose(RESNET))
+    assert answer_line(diagnose(TRACES / "gloo_cpu_only.json.gz")).endswith("all-reduce is not hidden (179 ms)")

@@ -29,6 +29,9 @@ from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, counted, or_dash, said, tabulate, words
 
 _TOP, _BRIEF_TOP, _BRIEF_CAUSES = 20, 5, 4
+#: Shares of a step: idle time is said from here on; below this the step without its causes is not, nor what is known of
+#: FLOPs.
+_MOSTLY_IDLE, _REACHABLE, _TOLD = 0.4, 0.02, 0.005
 
 
 def profile_report(diagnosis: Diagnosis, inputs: Mapping[str, Any]) -> Report:
@@ -83,15 +86,23 @@ def answer_line(diagnosis: Diagnosis) -> str:
     """The first line: time of a step, its largest causes, and the time without them."""
     profile, named = diagnosis.profile, diagnosis.named
     planned = f", {format_time(diagnosis.beside.step_s)} planned" if diagnosis.beside else ""
-    head = f"{format_time(profile.step_s)} a step{planned}"
+    idle = profile.partition_s["idle"] / profile.step_s if profile.step_s else 0.0
+    rests = f", {idle:.0%} of it idle" if idle >= _MOSTLY_IDLE else ""
+    head = f"{format_time(profile.step_s)} a step{planned}{rests}"
     if not named:
         return f"{head}, {profile.partition_s['compute'] / profile.step_s:.0%} of it computing: nothing stands out"
     times: dict[str, list[str]] = {}
     for cause in named:
         times.setdefault(cause.what, []).append(format_time(cause.seconds))
-    reasons = ", ".join(f"{what} ({' and '.join(each)})" for what, each in times.items())
+    reasons = ", ".join(f"{what} ({_and(each)})" for what, each in times.items())
+    if diagnosis.reachable_s < _REACHABLE * profile.step_s:  # causes overlap, or one is all that was recorded
+        return f"{head}: {reasons}"
     without = {1: "it", 2: "both"}.get(len(named), "these")
     return f"{head}: {reasons}; without {without} about {format_time(diagnosis.reachable_s)}"
+
+
+def _and(each: list[str]) -> str:
+    return " and ".join((*filter(None, (", ".join(each[:-1]),)), each[-1]))
 
 
 def about_line(diagnosis: Diagnosis) -> str:
@@ -123,7 +134,7 @@ def _rates(diagnosis: Diagnosis) -> str:
     found, known = mfu(diagnosis), diagnosis.profile.flops_utilization
     if found is not None:
         return f"MFU {found:.1%}"
-    return "" if known is None else f"products and attention of known size are {known:.1%} of the peak FLOP/s"
+    return "" if (known or 0.0) < _TOLD else f"products and attention of known size are {known:.1%} of the peak FLOP/s"
 
 
 def _memory(profile: Profile) -> str:

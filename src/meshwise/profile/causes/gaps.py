@@ -53,7 +53,7 @@ def gap_causes(profile: Profile) -> Iterator[Cause]:
         host = host_during(profile, found.place)
         where = f"nothing runs for {format_time(found.seconds)} longer {_where(profile, found.place)}"
         name, change = _why(host)
-        what = f"{_WHAT.get(name, 'idle for the host')} in {found.steps}"
+        what = f"{_WHAT.get(name, 'waiting for the host')} in {found.steps}"
         evidence = f"in {found.steps} {where}{_host_words(host)}"
         yield Cause(name, found.seconds, evidence, change, what, found.share, device=found.device)
     gaps = _together(profile, list(zip(places, usual, strict=True)))
@@ -102,7 +102,7 @@ def _gap_cause(profile: Profile, gap: _Gap) -> Cause:
     times = f" at {gap.number} places" if gap.number > 1 else ""
     evidence = f"nothing runs for {format_time(gap.seconds)} a step {_where(profile, gap.place)}{times}{often}"
     name, change = _why(gap.host)
-    what = _WHAT.get(name) or ("idle between steps" if gap.place.between else "the device is idle for the host")
+    what = _WHAT.get(name) or ("idle between steps" if gap.place.between else "the device waits for the host")
     return Cause(name, gap.seconds, f"{evidence}{_host_words(gap.host)}", change, what)
 
 
