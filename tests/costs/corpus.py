@@ -1,7 +1,7 @@
 """150 problems with a layout each, of everything at random but the same each session, and invariants over all of them.
 
 Placing a layout's blocks takes most of its price and is kept, so that every invariant after the first is nearly free.
-Where the slow tests run, hypothesis draws other cases anew.
+The slow tests draw more; others in each run with `--hypothesis-profile anew`.
 """
 
 from collections.abc import Callable
