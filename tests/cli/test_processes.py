@@ -32,7 +32,7 @@ VERBS = [name for name in WORKING if name not in JAX]
 FORKED = """
 import os, shutil, signal, sys
 from meshwise.__main__ import main
-folder, interval, points = sys.argv.pop(1), float(sys.argv.pop(1)), iter(range(15))
+folder, interval, points = sys.argv.pop(1), float(sys.argv.pop(1)), iter(range(8))
 def tick(*_):
     if (point := next(points, None)) is None:
         return
@@ -104,19 +104,32 @@ def test_a_full_device_is_said():
 
 
 def interrupted(seconds, *arguments):
-    """Ctrl-C so long after the start; the exit code, both streams, and seconds until the end."""
+    """Ctrl-C so long after the start; the exit code, both streams, and seconds of CPU until the end."""
+    others = spent_by_children()
     process = subprocess.Popen(  # noqa: S603
         [sys.executable, "-c", READY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stderr is not None
     assert process.stderr.read(1) == b"!"
     time.sleep(max(seconds, 0.01))  # between the mark and `main` is a line of the test only
-    begun = time.monotonic()
+    before = spent_by(process.pid)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     if err.count(b"File") == err.count(b'File "<string>", line 5') == 1:  # of a busy machine: it came before `main`
         return interrupted(seconds, *arguments)
-    return process.returncode, out.decode(), err.decode(), time.monotonic() - begun
+    return process.returncode, out.decode(), err.decode(), spent_by_children() - others - before
+
+
+def spent_by(process):
+    """Seconds of CPU of a process that runs."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def spent_by_children():
+    """Seconds of CPU of all processes that were waited for."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
 
 
 def test_an_interrupt_while_it_loads_is_said_in_words():
@@ -159,11 +172,11 @@ def judge(code, out, err, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in VERBS if name != "load"])
-def test_signals_at_fifteen_points(name, tmp_path):
-    """Slow: 15 forks of each verb. An interrupt gives 130 or an answer, never a traceback or a torn stream."""
+def test_signals_at_eight_points(name, tmp_path):
+    """Slow: 8 forks of each verb. An interrupt gives 130 or an answer, never a traceback or a torn stream."""
     begun = time.monotonic()
     expected = call(*words(name)).returncode
-    interval = (time.monotonic() - begun) / 15
+    interval = (time.monotonic() - begun) / 8
     # A fork of a sweep writes the table of the process that it comes from, and may be in its way.
     for number in range(3 if name == "sweep" else 1):
         folder = tmp_path / str(number)
@@ -175,29 +188,28 @@ def test_signals_at_fifteen_points(name, tmp_path):
     else:
         raise AssertionError((folder / "err").read_text())
     whole = (folder / "out").read_text()
-    points = len(list(folder.glob("code.*")))
-    assert (folder / "code.0").read_text() == "130"  # the first is a millisecond after the start
-    for point in range(points):
-        code, out, err = ((folder / f"{kind}.{point}").read_text() for kind in ("code", "out", "err"))
-        judge(int(code), out, err, whole)
+    codes = [int((folder / f"code.{point}").read_text()) for point in range(len(list(folder.glob("code.*"))))]
+    assert 130 in codes  # not at each point: a callback of an import may swallow the interrupt that falls into it
+    for point, code in enumerate(codes):
+        judge(code, *((folder / f"{kind}.{point}").read_text() for kind in ("out", "err")), whole)
 
 
 @pytest.mark.slow
-def test_signals_at_fifteen_points_of_an_event_loop():
-    """Slow: 15 processes, as an event loop does not survive a fork."""
+def test_signals_at_eight_points_of_an_event_loop():
+    """Slow: 8 processes, as an event loop does not survive a fork."""
     begun = time.monotonic()
     whole = call(*words("load")).stdout
     span = time.monotonic() - begun
-    for point in range(15):
-        judge(*interrupted(span * point / 15, *words("load"))[:3], whole)
+    for point in range(8):
+        judge(*interrupted(span * point / 8, *words("load"))[:3], whole)
 
 
 @pytest.mark.slow
 def test_an_interrupted_comparison_ends_soon_and_says_what_is_missing():
     """Slow: whole searches. After Ctrl-C nothing more is searched."""
     for seconds in (1, 2, 4, 6):
-        code, out, _, took = interrupted(seconds, *COMPARED.split())
-        assert took < 3  # of a busy machine; a quiet one takes 0.4
+        code, out, _, spent = interrupted(seconds, *COMPARED.split())
+        assert spent < 2  # whose searches take 20 to their ends
         assert code in (0, 130)
         if code == 0 and "Fastest so far" in out:
             assert "searched in part" in out or "not searched" in out
@@ -211,11 +223,10 @@ def test_surroundings(name, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     plain = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    for more in ({"HOME": str(locked)}, {"HOME": "/nowhere/at/all"}, {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}):
-        done = call(*words(name), env=plain | more)
-        assert (done.returncode, "Traceback" in done.stderr) == (expected, False), done.stderr
-    done = call(*words(name), code=NO_NETWORK)
-    assert (done.returncode, "network" in done.stderr) == (expected, False), done.stderr
+    for more in ({"HOME": str(locked), "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}, {"HOME": "/nowhere/at/all"}):
+        done = call(*words(name), code=NO_NETWORK, env=plain | more)
+        problems = [word for word in ("Traceback", "network") if word in done.stderr]
+        assert (done.returncode, problems) == (expected, []), done.stderr
     for to in (">/dev/full", "2>/dev/full"):
         done = call(*words(name), to=to)
         assert done.returncode == (2 if to[0] == ">" else expected)
