@@ -92,9 +92,8 @@ def faults_of(profile, size, into):
         yield "attention-not-fused", lambda traces: with_attention_not_fused(traces, size), more
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("paths", ALL.values(), ids=ALL)
-def test_a_fault_that_costs_most_is_first(paths, seed):
+@pytest.mark.parametrize(("seed", "paths"), list(enumerate(ALL.values())), ids=ALL)
+def test_a_fault_that_costs_most_is_first(seed, paths):
     random = np.random.default_rng(seed)
     profile = profile_of(*paths)
     before = Diagnosis(profile, find_causes(profile))
@@ -110,9 +109,8 @@ def test_a_fault_that_costs_most_is_first(paths, seed):
         assert changed_most(before, after) == (name, pytest.approx(more, rel=WITHIN))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("paths", ALL.values(), ids=ALL)
-def test_a_fault_of_any_size_is_what_changed_most(paths, seed):
+@pytest.mark.parametrize(("seed", "paths"), list(enumerate(ALL.values())), ids=ALL)
+def test_a_fault_of_any_size_is_what_changed_most(seed, paths):
     """From 2 % of a step on, however much the program loses by other causes."""
     random = np.random.default_rng(100 + seed)
     profile = profile_of(*paths)
@@ -197,7 +195,7 @@ def test_a_gap_of_5_ms(paths, into):
         assert changed_most(before, after) == ("host-gap", pytest.approx(5 * MS, rel=WITHIN))
 
 
-@pytest.mark.parametrize(("into", "length"), [(0.1, 5), (0.25, 5), (0.5, 5), (0.8, 5), (0.95, 5), (0.5, 20)])
+@pytest.mark.parametrize(("into", "length"), [(0.1, 5), (0.5, 5), (0.95, 5), (0.5, 20)])
 @pytest.mark.parametrize("paths", [PAX, PAX[:1], [RESNET], [TE]], ids=lambda p: p[0][-12:])
 def test_a_gap_in_one_step_is_first(paths, into, length):
     """Whatever every step loses: the gap is no part of what a step has to do. Its milliseconds are of that step."""

@@ -5,6 +5,7 @@ Not here: which instants are exposed (`partition`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,8 @@ def op_times(lanes: Sequence[Lane], busy: Sequence[Busy]) -> tuple[OpTime, ...]:
             before = sums.get(op)
             sums[op] = row if before is None else np.append(before[:3] + row[:3], max(before[3], row[3]))
     found = [OpTime(op, *map(float, row)) for op, row in sums.items()]
-    return tuple(sorted(found, key=lambda t: (-t.seconds, t.kind.key)))
+    alike = Counter(t.seconds for t in found)
+    return tuple(sorted(found, key=lambda t: (-t.seconds, t.kind.key if alike[t.seconds] > 1 else ())))
 
 
 def _device_times(lane: Lane, busy: Busy) -> np.ndarray:

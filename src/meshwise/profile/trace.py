@@ -100,6 +100,10 @@ class OpKind:
     label: str = ""
     source: str = ""
 
+    def __hash__(self) -> int:
+        """Of what tells nearly all operations apart: all fields would be looked through each time."""
+        return hash((self.name, self.program, self.scope))
+
     @property
     def key(self) -> tuple[str, str, str, str, str]:
         """Orders operations, whatever the order of events was."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 
 import numpy as np
 
@@ -61,15 +61,15 @@ def _writes_scores(time: OpTime, sizes: dict[int, tuple[int, int]]) -> bool:
     return op.category in (*_CHAINED, "layout") and any(math.prod(a.dims) in sizes for a in op.operands if a.dims)
 
 
-def _written(ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]]) -> tuple[OpTime, ...]:
+def _written(ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]]) -> Collection[OpTime]:
     """Operations that write scores; none if they are products alone: of features with each other, say."""
-    written = tuple(t for t in ops if _writes_scores(t, sizes)) if sizes else ()
+    written = {t: None for t in ops if _writes_scores(t, sizes)} if sizes else {}  # in order, and soon found
     named = (f"{t.kind.category} {t.kind.scope} {t.kind.parent} {t.kind.name}" for t in written)
-    return written if any(_ATTENTION.search(words) for words in named) else ()
+    return written.keys() if any(_ATTENTION.search(words) for words in named) else ()
 
 
 def _attention(
-    profile: Profile, ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]], written: tuple[OpTime, ...]
+    profile: Profile, ops: tuple[OpTime, ...], sizes: dict[int, tuple[int, int]], written: Collection[OpTime]
 ) -> Iterator[Cause]:
     seconds = sum(t.seconds for t in written)
     if seconds:
@@ -269,7 +269,7 @@ def _chains(profile: Profile) -> Iterator[Cause]:
         yield Cause("elementwise-not-fused", seconds, evidence, change, what, weight=SPREAD)
 
 
-def _layouts(ops: tuple[OpTime, ...], written: tuple[OpTime, ...]) -> Iterator[Cause]:
+def _layouts(ops: tuple[OpTime, ...], written: Collection[OpTime]) -> Iterator[Cause]:
     found = [t for t in ops if t.kind.category == "layout" and t not in written]
     seconds = sum(t.seconds for t in found)
     if seconds:
