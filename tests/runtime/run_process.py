@@ -8,7 +8,9 @@ Arguments: address of the first process, and this one's number.
 import os
 import sys
 
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+FLAGS = (
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 os.environ |= {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
 
 import json
