@@ -1,7 +1,6 @@
 """The error boundary, the list of commands, and what every command has in common."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -119,12 +118,13 @@ def test_completion_prints_what_a_shell_reads(run, shell):
         ("meshwise plan serve llama-3-8b --max-t", "--max-ttft"),
     ],
 )
-def test_words_are_completed(words, found):
+def test_words_are_completed(capsys, monkeypatch, words, found):
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_MESHWISE_COMPLETE": "bash_complete"}
-    done = subprocess.run(
-        [sys.executable, "-m", "meshwise"], env=os.environ | asked, capture_output=True, text=True, check=False
-    )
-    assert found in [line.partition(",")[2] for line in done.stdout.splitlines()]
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        entry.app.main(args=[], prog_name="meshwise", standalone_mode=False)
+    assert found in [line.partition(",")[2] for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

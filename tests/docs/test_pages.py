@@ -27,8 +27,9 @@ PROSE = [p for p in generate.PAGES if p.name not in ("reference.md", "__init__.p
 ALL = sorted({*generate.PAGES, *(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"})
 
 
-#: Slow because they search thousands of chips, or plan several times; they prove that no number on them is out of date.
-SLOW = ("planning.md", "worked-plans.md", "train.md", "own-cluster.md", "six-steps.md")
+#: Slow because they search thousands of chips, plan several times, or simulate plans; they prove that no number on them
+#: is out of date.
+SLOW = ("planning.md", "serving.md", "worked-plans.md", "train.md", "own-cluster.md", "six-steps.md")
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_our_own_runtime_takes_stages_of_equal_pieces_only():
 FULL = (
     ("gemma-3-4b", "rtx-4090:8", "256Ki", 8192), ("llama-3.2-3b", "rtx-4090:8", "256Ki", 8192),
     ("qwen3-1.7b", "l40s:8", "512Ki", 4096), ("gemma-3-1b", "v5e:2x4", "512Ki", 8192),
-    ("gpt-oss-20b", "h100:16", "1Mi", 8192), ("llama-3-8b", "h100:8", "512Ki", 8192),
+    ("gpt-oss-20b", "h100:8", "1Mi", 8192), ("llama-3-8b", "h100:8", "512Ki", 8192),
 )  # fmt: skip
 
 
