@@ -240,7 +240,7 @@ def test_a_slow_collective_of_every_step_is_told_from_those_of_its_size():
     profile = profile_traces(with_longer_collective(traces_of(PAX[0]), 5 * MS))
     found = next(c for c in find_causes(profile) if c.name == "exposed-collective")
     assert found.seconds == pytest.approx(5 * MS + 0.00102, rel=0.01)  # it was slower before
-    assert re.search(r"1 of \d+ reduce-scatters of 4.50 MiB a step take 6.0", found.evidence)
+    assert re.search(r"1 of \d+ reduce-scatters of 4.50 MiB a step takes 6.0", found.evidence)
 
 
 def test_a_slow_collective_is_told_from_larger_ones():
@@ -262,6 +262,24 @@ def test_a_slow_collective_is_told_from_larger_ones():
         profile = profile_traces([Trace("t", "chrome", ops, (device,), markers)])
         alone = [c for c in find_causes(profile) if "larger ones" in c.evidence]
         assert [c.seconds for c in alone] == ([pytest.approx(5 * MS)] if found else [])
+
+
+@pytest.mark.parametrize(("length", "told"), [(30, [30, 7]), (6, [13])])
+def test_one_far_longer_collective_of_unknown_size_is_a_cause_of_its_own(length, told):
+    """Three all-reduces a step, of 3, 4 and `length` ms; no trace says how much they send."""
+    ops = tuple(
+        OpKind(f"reduce{n}", Activity.COLLECTIVE, "collective", collective=Collective("all-reduce")) for n in range(3)
+    )
+    stream, markers, now = StreamBuilder("0"), [], 0
+    for step in range(3):
+        begin = now
+        for number, each in enumerate((3, 4, length)):
+            stream.add(now, each * 10**9, number)
+            now += each * 10**9
+        markers.append(Marker(f"step {step}", begin, now - begin, 0))
+    device = Device("rank 0", "", 0, "", (stream.build(),))
+    causes = find_causes(profile_traces([Trace("t", "chrome", ops, (device,), tuple(markers))]))
+    assert [c.seconds for c in causes] == [pytest.approx(each * MS) for each in told]
 
 
 @pytest.mark.parametrize("slow", [0, 1])

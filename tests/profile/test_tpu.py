@@ -275,7 +275,7 @@ def test_what_is_sent_asynchronously_is_sent_once(tmp_path, plane, busy):
     assert (group.kind, group.runs, group.num_bytes) == ("all-gather", 1, 64 * 512 * 2)
     assert 1e6 * group.seconds == pytest.approx(busy)
     assert 1e6 * causes["exposed-collective"].seconds == pytest.approx(399)
-    assert causes["exposed-collective"].evidence.startswith("1 all-gathers a step, 64 KiB")
+    assert causes["exposed-collective"].evidence.startswith("1 all-gather a step, 64 KiB")
     assert all(t.runs == 1 for t in profile.ops if "async" in t.kind.name)
 
 

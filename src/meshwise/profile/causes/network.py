@@ -21,6 +21,8 @@ from meshwise.profile.trace import OpKind
 
 #: Fewer runs of one size are compared with larger ones, too: those take no less.
 _FEWEST_ALIKE = 3
+#: Of collectives of unknown size one that takes longer than any other by this factor is a cause of its own.
+_FAR_LONGER = 3.0
 _LATE = "look at what comes before it: a device that is late, work that once hid it; at the network's other users"
 
 
@@ -51,17 +53,36 @@ def _single(profile: Profile, group: Group, runs: Sequence[tuple[OpKind, Place]]
         what = f"{group.kind} is not hidden in {found.steps}"
         yield Cause("exposed-collective", found.seconds, evidence, _LATE, what, found.share)
     means = [(kind, float(seconds.mean())) for (kind, _), seconds in zip(runs, usual, strict=True)]
+    yield from list(_slow(group, means, profile.step_s)) or _longest(group, means)
+
+
+def _slow(group: Group, means: Sequence[tuple[OpKind, float]], step_s: float) -> Iterator[Cause]:
+    """Runs that take longer than others of their size, or than larger ones."""
     for name, alike, larger in _by_size(means):
         others = alike if len(alike) >= _FEWEST_ALIKE else larger
-        slow = unusual_steps(np.array(others), profile.step_s)
+        slow = unusual_steps(np.array(others), step_s)
         late = np.array(alike)[slow[: len(alike)]]
         if len(late):
             more = float((late - np.median(np.array(others)[~slow])).sum())
             evidence = (
-                f"{len(late)} of {len(alike)} {group.kind}s of {name} a step take {format_time(more)} longer than "
+                f"{len(late)} of {len(alike)} {group.kind}s of {name} a step take{'s' * (len(late) == 1)} "
+                f"{format_time(more)} longer than "
                 f"{'the others' if others is alike else 'larger ones'}, and nothing hides them"
             )
             yield Cause("exposed-collective", more, evidence, _LATE, f"{group.kind} is not hidden")
+
+
+def _longest(group: Group, means: Sequence[tuple[OpKind, float]]) -> Iterator[Cause]:
+    """One run that takes far longer than any other, of collectives whose sizes are not known."""
+    if len(means) < 2 or any(kind.collective is None or kind.collective.num_bytes for kind, _ in means):
+        return
+    *others, longest = sorted(seconds for _, seconds in means)
+    if longest > _FAR_LONGER * others[-1] > 0:
+        evidence = (
+            f"1 of {len(means)} {group.kind}s a step takes {format_time(longest)} that nothing hides, the rest "
+            f"{format_time(sum(others))}; how much each sends is not known"
+        )
+        yield Cause("exposed-collective", longest, evidence, _hide(group), f"{group.kind} is not hidden")
 
 
 def _by_size(means: Sequence[tuple[OpKind, float]]) -> Iterator[tuple[str, list[float], list[float]]]:
@@ -79,9 +100,10 @@ def _exposed(group: Group, seconds: float) -> Cause:
     over = f" over {group.size} devices" if group.size else ""
     sent = f", {format_bytes(group.num_bytes)}" if group.num_bytes else ""
     rate = f" at {format_bandwidth(group.bus_bandwidth)}" if group.bus_bandwidth else ""
+    number = f"{group.runs:,.0f} {group.kind}"
     evidence = (
-        f"{group.runs:,.0f} {group.kind}s a step{over}{sent}{rate}: {format_time(group.seconds)}, of which "
-        f"{format_time(seconds)} are not hidden"
+        f"{number if group.runs == 1 else f'{number}s'} a step{over}{sent}{rate}: {format_time(group.seconds)}, of "
+        f"which {format_time(seconds)} are not hidden"
     )
     return Cause("exposed-collective", seconds, evidence, _hide(group), f"{group.kind} is not hidden")
 
