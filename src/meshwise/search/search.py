@@ -201,10 +201,11 @@ class NetworkSearch:
             batch = self._bounded(groups.take(part)).by_bound()
             self.state.infeasible = known  # they come again
             while len(batch := batch.where(np.isinf(self.cuts(self._key(batch))))):  # of kinds that may fill it
-                self._price(chosen := batch.take(slice(0, size)))
+                go = self._leaders(batch) if size == _GO else slice(size)  # others of their kinds wait for a cut
+                self._price(chosen := batch.take(go))
                 self.looked_at = np.concatenate([self.looked_at, self._numbers(chosen)])
                 self.expand_waiting(_GO)
-                batch, size = batch.take(slice(size, None)), _GROWTH * size
+                batch, size = batch.take(np.delete(np.arange(len(batch)), go)), _GROWTH * size
         self._tell()
 
     def _numbers(self, batch: CandidateBatch) -> Index:
