@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,10 +49,12 @@ OPTIONS = ("--max-len", "256", "--max-batch", "8", "--max-step-tokens", "256", "
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port that nobody has now, below those that the system hands out: no connection gets it before it is bound."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
@@ -146,6 +148,13 @@ def one_client(process: Process, draw: random.Random, seen: Counter[str], going:
             time.sleep(0.02)
 
 
+def wait_for(holds: Callable[[], object]) -> None:
+    """Until something holds, or for half a minute."""
+    ends = time.monotonic() + 30
+    while not holds() and time.monotonic() < ends:
+        time.sleep(0.01)
+
+
 def kills(times: int, clients: int = 8) -> Iterator[tuple[float, Counter[str]]]:
     """Kill a process that serves, `times` times, each time while clients are answered.
 
@@ -162,7 +171,8 @@ def kills(times: int, clients: int = 8) -> Iterator[tuple[float, Counter[str]]]:
                 threads = [threading.Thread(target=one_client, args=(process, d, seen, going)) for d in draws]
                 for thread in threads:
                     thread.start()
-                time.sleep(0.5 + drawing(time_).random())
+                wait_for(lambda: seen["200"])  # noqa: B023 -- called here
+                time.sleep(drawing(time_).random())
                 process.process.send_signal(signal.SIGKILL)
                 process.process.wait()
                 time.sleep(0.2)
@@ -209,8 +219,9 @@ def soak(seconds: float, clients: int) -> tuple[Counter[str], list[str]]:
         before = process.resident
         for thread in threads:
             thread.join()
-        time.sleep(1.0)
-        left = {name: process.gauge(name) for name in ("meshwise_requests_running", "meshwise_requests_waiting")}
+        gauges = ("meshwise_requests_running", "meshwise_requests_waiting")
+        wait_for(lambda: not any(process.gauge(name) for name in gauges))
+        left = {name: process.gauge(name) for name in gauges}
         wrong += [f"{name} is {count:g} after all clients are gone" for name, count in left.items() if count]
         if process.resident > 1.2 * before:
             wrong.append(f"memory grew from {before / 2**20:.0f} to {process.resident / 2**20:.0f} MiB")

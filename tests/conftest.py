@@ -28,7 +28,7 @@ settings.register_profile("meshwise", deadline=None, derandomize=True)
 settings.load_profile("meshwise")
 
 #: Folders that take longest, first; the others follow as they stand.
-LONG = ("search", "runtime", "costs", "sharding", "cli", "answers", "docs", "scoring", "simulation", "models")
+LONG = ("search", "runtime", "engine", "commands", "costs", "cli", "sharding", "answers", "docs", "scoring", "models")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -137,7 +137,7 @@ def interrupted(*words, when):
             if when(line):
                 child.send_signal(signal.SIGINT)
                 break
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=300)
     return child.returncode, out, err
 
 

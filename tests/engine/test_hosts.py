@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.endpoint import free_port
 from meshwise.commands import serve_hosts
 from meshwise.core.errors import MeshwiseError
 from meshwise.engine import hosts
@@ -23,7 +24,6 @@ from meshwise.engine.hosts import Ended, Following, Leading
 from meshwise.engine.requests import EngineRequest, Sampling, Token
 from meshwise.runtime.processes import Processes
 from meshwise.scheduling import Scheduling
-from tests.runtime.test_processes import free_address
 
 
 class Board:
@@ -264,8 +264,8 @@ class Served:
     """`meshwise serve` in one process, or in two of as many devices each."""
 
     def __init__(self, folder, processes):
-        self.folder, self.address = folder, free_address()
-        port = free_address().rpartition(":")[2]
+        self.folder, self.address = folder, f"localhost:{free_port()}"
+        port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
         line = [sys.executable, "-m", "meshwise", "serve", MODEL, "--cpu-devices", str(8 // processes), "--tensor", "8",
                 "--port", port, "--compile-cache", str(folder / "cache"), "--name", "m", *LIMITS]  # fmt: skip
@@ -328,7 +328,7 @@ def test_two_processes_answer_as_one(tmp_path):
             made.ask(prompt=[5], max_tokens=60, timeout=0.02)  # a client that goes away
         assert made.ask(prompt=[1, 2, 3]) == made.ask(prompt=[1, 2, 3])
         made.processes[1].send_signal(signal.SIGTERM)
-        assert [p.wait(timeout=60) for p in made.processes] == [0, 0], made.words(0)
+        assert [p.wait(timeout=300) for p in made.processes] == [0, 0], made.words(0)
     logs = [(tmp_path / f"log.{n}").read_text() for n in range(2)]
     assert logs[0] == logs[1]
     assert logs[0].count('["step"') > 100
@@ -347,7 +347,7 @@ def test_a_process_that_is_killed_ends_all(lost, said, tmp_path):
         asked = pool.submit(made.ask, prompt=[1], max_tokens=60)
         time.sleep(0.3)
         made.processes[lost].kill()
-        assert made.processes[1 - lost].wait(timeout=60) != 0
+        assert made.processes[1 - lost].wait(timeout=300) != 0
         with pytest.raises((OSError, urllib.error.URLError, ConnectionError)):
-            asked.result(timeout=60)
+            asked.result(timeout=300)
         assert said in made.words(1 - lost)

@@ -96,7 +96,7 @@ class Running:
         return self.ask(path, {"model": "counting", **body})
 
     def settled(self):
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while (self.engine.outstanding or self.service.active) and time.monotonic() < end:
             time.sleep(0.005)
         assert self.engine.caches[0].used == 0
@@ -247,7 +247,7 @@ def test_the_other_routes(running):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_pages(running, stream):
-    running.executor.pause = 0.01
+    running.executor.pause = 0.05  # 40 steps are two seconds, in which a busy machine sees that the client has gone
     body = json.dumps({"model": "counting", "prompt": "w1", "max_tokens": 150, "ignore_eos": True, "stream": stream})
     line = socket.create_connection(("127.0.0.1", running.port))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -297,7 +297,7 @@ def test_draining_finishes_what_was_asked_for(signals):
         for number in signals:
             it.server.handle_exit(number, None)
         assert not it.server.force_exit
-        waiting.join(timeout=10)
+        waiting.join(timeout=60)
         assert found[0][0].status == 200
         assert found[0][1]["usage"]["completion_tokens"] == 20
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,18 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.endpoint import free_port
 from tests.runtime.steps import alone, dense
-
-
-def free_address():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"localhost:{free.getsockname()[1]}"
 
 
 @pytest.mark.slow  # two processes that start and compile JAX; it proves that no array is assumed to be at hand
 def test_two_processes_give_the_loss_and_gradients_of_one_device():
-    address = free_address()
+    address = f"localhost:{free_port()}"
     command = [sys.executable, "-m", "tests.runtime.run_process", address]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
     processes = [subprocess.Popen([*command, str(n)], **pipes) for n in range(2)]  # noqa: S603
@@ -55,7 +49,7 @@ def command(devices, *words):
 @contextlib.contextmanager
 def two(folder, *words):
     """Two processes of two devices each, started as a user does."""
-    together = ["--coordinator", free_address(), "--num-processes", "2"]
+    together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2"]
     processes = []
     try:
         for n in range(2):

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
+from benchmarks.endpoint import free_port
 from meshwise.cli.main import main
 from meshwise.web.app import make_app
 
@@ -30,9 +30,7 @@ LONG = "/train?model=deepseek-v3&on=h100:2048&batch-tokens=16Mi&seq-len=4096"
 @pytest.fixture(scope="module")
 def served() -> Iterator[str]:
     """Address of a page in a process of its own, which must end well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(  # noqa: S603
         [sys.executable, "-m", "meshwise", "ui", "--port", str(port), "--no-browser", "meshwise models"],
         stderr=subprocess.PIPE,
@@ -45,7 +43,7 @@ def served() -> Iterator[str]:
         with urllib.request.urlopen(address + LONG) as answer:  # noqa: S310
             answer.read(100)
             process.send_signal(signal.SIGINT)  # while somebody waits for a search
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
             assert b"has ended (-9), perhaps for lack of memory, or with the server" in answer.read()
         assert process.stderr.read() == ""
     finally:
