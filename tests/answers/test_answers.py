@@ -40,6 +40,8 @@ def test_quick_answers_are_as_kept(group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
-def test_all_answers_are_as_kept(group):
-    """Slow because it asks about 1,000 commands, some of them searches."""
-    hold(group, list(kept(group)))
+def test_all_other_answers_are_as_kept(group):
+    """Slow because it asks about 1,000 commands, some of them searches: those that the default run does not ask."""
+    commands = list(kept(group))
+    del commands[:: ONE_IN[group]]
+    hold(group, commands)

@@ -1,5 +1,7 @@
 """Weights in int8 and fp8: rounded column by column, and what runs is the model of the rounded weights."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,21 +120,25 @@ def test_experts_are_refused_in_words():
         paged_model(load_model("mixtral-8x7b"), ServingLayout(), jax.devices()[:1], pages=1, narrow=DType.INT8)
 
 
+@cache
+def memory_of(cluster, tensor, form):
+    model = read_dimensions("D=4096 F=16384 L=4 N=32 K=8 H=128 V=8192", name="wide layers")
+    devices = target_devices(Target.of(parse_cluster(cluster)))[:tensor]
+    own = {"pages": 64, "page_tokens": 16, "dtype": DType.BF16}
+    made = paged_model(model, ServingLayout(tensor=tensor), devices, narrow=form, **own)
+    with lowering_for(devices[0]):
+        if cluster.startswith("h100"):  # as engines run there
+            program = LayeredModel.of(made).compile(Bucket(2, 0, 2), 8).layers[0][0]
+        else:
+            program = made.compile(Bucket(1, 0, 1), 8)
+    return program.memory_analysis()
+
+
 @pytest.mark.slow  # real compilers: weights take half the bytes, and nothing as large as a wide layer is made of them
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("cluster", "tensor"), [("v5e:2x2", 4), ("h100:2", 2)])
 def test_no_wide_copy_is_made_for_chips_that_are_not_there(cluster, tensor, form):
-    model = read_dimensions("D=4096 F=16384 L=4 N=32 K=8 H=128 V=8192", name="wide layers")
-    devices = target_devices(Target.of(parse_cluster(cluster)))[:tensor]
-    own = {"pages": 64, "page_tokens": 16, "dtype": DType.BF16}
-    wide, few = (paged_model(model, ServingLayout(tensor=tensor), devices, narrow=n, **own) for n in (None, form))
-    layers = 4
-    with lowering_for(devices[0]):
-        if cluster.startswith("h100"):  # as engines run there
-            programs = [LayeredModel.of(m).compile(Bucket(2, 0, 2), 8).layers[0][0] for m in (wide, few)]
-        else:
-            programs = [m.compile(Bucket(1, 0, 1), 8) for m in (wide, few)]
-    of_wide, of_few = (program.memory_analysis() for program in programs)
+    layers, of_wide, of_few = 4, memory_of(cluster, tensor, None), memory_of(cluster, tensor, form)
     layer = 2 * 4096 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 16384) / tensor
     saved = of_wide.argument_size_in_bytes - of_few.argument_size_in_bytes
     assert saved == pytest.approx(layers * layer / 2, rel=0.01)
