@@ -102,6 +102,7 @@ def test_what_is_left_open_is_chosen_for_the_tool():
     ("asked", "error", "message"),
     [
         ({"tool": "megaton"}, UnknownNameError, "unknown tool 'megaton'. Nearest: megatron"),
+        ({"tool": "vllm"}, UnknownNameError, "tool 'vllm'. .*; 'plan serve' and 'estimate serve' take"),
         ({"tool": "none,megatron"}, MeshwiseError, "none leaves the choice to no tool"),
         ({"tool": "megatron", "on": "v5e:4x4"}, HandoverError, "it runs on chips of nvidia; nearest: --tool maxtext"),
         ({"tool": "maxtext", "precision": "book"}, HandoverError, "optimizer moments have the format of the weights"),

@@ -181,16 +181,16 @@ def parse_tools(value: str | Iterable[str]) -> tuple[str, ...]:
         UnknownNameError: a tool that is not known.
         MeshwiseError: none beside others.
     """
-    return parse_names(value, TOOLS)
+    return parse_names(value, TOOLS, "These train models; 'plan serve' and 'estimate serve' take what serves them.")
 
 
-def parse_names(value: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Read names among `known`; see `parse_tools`."""
+def parse_names(value: str | Iterable[str], known: Iterable[str], hint: str) -> tuple[str, ...]:
+    """Read names among `known`; see `parse_tools`. The hint says where others are known."""
     listed = [value] if isinstance(value, str) else value
     names = tuple(n.strip().lower() for words in listed for n in words.split(","))
     for name in names:
         if name not in (*known, "none"):
-            raise UnknownNameError("tool", name, (*known, "none"), list_all=True)
+            raise UnknownNameError("tool", name, (*known, "none"), hint, list_all=True)
     if "none" in names and len(set(names)) > 1:
         raise MeshwiseError(
             f"tool: none leaves the choice to no tool, found {', '.join(names)}; leave out one or the other"

@@ -139,7 +139,8 @@ def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
 
 def parse_serving_tools(value: str | Iterable[str]) -> tuple[str, ...]:
     """As `parse_tools`, of engines."""
-    return parse_names(value, SERVING_TOOLS)
+    hint = "These serve models; 'plan train' and 'estimate train' take what trains them."
+    return parse_names(value, SERVING_TOOLS, hint)
 
 
 def asked_serving_tools(problem: ServingProblem, names: tuple[str, ...]) -> tuple[ServingTool, ...]:
