@@ -90,7 +90,7 @@ def _check_header(header: Sequence[str], where: str, kind: type[R]) -> None:
         raise MeshwiseError(
             f"{where}: these are single operations (columns category, op), which say nothing of clocks over minutes, "
             "the host, or what hides behind what; expected training runs: one row a run, with the columns of "
-            "docs/measurements.md. meshwise bench shows such operations beside what they should take"
+            "docs/measurements.md, as meshwise profile TRACE --plan PLAN --save-step FILE writes one of a trace"
         )
     names = [f.name for f in fields(kind)]
     for name in header:
