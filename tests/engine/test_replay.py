@@ -157,7 +157,7 @@ schedulings = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), schedulings, st.integers(18, 60), st.sampled_from([0.0, 0.3]))
 def test_the_engine_decides_as_the_simulator(seed, scheduling, blocks, cancelling):
     costs, whole = COSTS.replace(kv_blocks=blocks), COSTS.replace(kv_blocks=blocks * scheduling.ranks)
@@ -189,7 +189,7 @@ def apart_serve(costs, scheduling, first, demands):
     return (one, other), (prefill, decode), outputs, logs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), schedulings, schedulings, st.integers(18, 60))
 def test_engines_that_prefill_and_others_that_decode_decide_as_the_simulator(seed, scheduling, first, blocks):
     """What is sent takes time on a link, and its blocks until it has arrived; who decodes may have to prefill again."""
@@ -216,7 +216,7 @@ def test_engines_that_prefill_and_others_that_decode_decide_as_the_simulator(see
     assert [replay(map(to_line, log)) for log in logs] == [len(executor.steps) for executor in executors]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), schedulings, st.integers(18, 60), st.booleans(), st.sampled_from([0.0, 0.3]))
 def test_steps_that_are_started_ahead_lose_no_page_and_change_no_output(seed, scheduling, blocks, stopping, cancelling):
     """Where all come at once and end by their length, steps are the simulator's; who stops takes a step more."""

@@ -69,7 +69,7 @@ def use(config: dict[str, Any]) -> None:
     assert (model.kv_cache.bytes_per_sequence(1, DType.BF16) > 0) == mixes
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_one_wrong_value_is_read_or_refused(data: st.DataObject) -> None:
     config = copy.deepcopy(data.draw(st.sampled_from([*SMALL, *REAL])))
@@ -79,7 +79,7 @@ def test_one_wrong_value_is_read_or_refused(data: st.DataObject) -> None:
     use(config)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_one_missing_key_is_read_or_refused(data: st.DataObject) -> None:
     config = copy.deepcopy(data.draw(st.sampled_from([*SMALL, *REAL])))
@@ -88,7 +88,7 @@ def test_one_missing_key_is_read_or_refused(data: st.DataObject) -> None:
     use(config)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_torn_file_is_refused(data: st.DataObject) -> None:
     text = json.dumps(data.draw(st.sampled_from(REAL)))

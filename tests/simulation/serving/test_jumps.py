@@ -83,7 +83,7 @@ def workloads(draw):
     return costs, demands
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(workloads(), schedulings)
 def test_jumps_are_exact(workload, scheduling):
     costs, demands = workload
@@ -123,7 +123,7 @@ def test_a_crowded_cache(policy, preemption):
     assert naive.peak_blocks > 0.95 * CROWDED.kv_blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workloads(), schedulings, st.integers(3, 11))
 def test_jumps_agree_at_any_numbers(workload, scheduling, odd):
     """With times that do round, a step of one microsecond more or less, both agree to rounding."""
@@ -185,7 +185,7 @@ BACK_AT_ONCE = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sharing(), schedulings, st.integers(26, 60), st.integers(1, 3))
 @example(BACK_AT_ONCE, Scheduling("chunked", 5, 9, "swap", watermark=0.0), 26, 2)
 def test_jumps_with_prefixes_decide_as_single_steps_do(demands, scheduling, blocks, ranks):
