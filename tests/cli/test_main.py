@@ -164,7 +164,7 @@ def warned(done):
     )
     lines = done.err.splitlines()
     told = [line for line in lines if not line.startswith(usual) and "Ctrl-C ends" not in line]
-    return [line for line in told if not re.fullmatch(r"\d+ of \d+ requests are over.*", line)]
+    return [line for line in told if not re.fullmatch(r"\d+ of \d+ requests are over.*|.* \(\d+ of \d+\)", line)]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
