@@ -19,9 +19,8 @@ from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_duration, parse_bytes, parse_duration
+from meshwise.costs.alone import attention_work, collective_seconds, local_seconds, product_work
 from meshwise.costs.calibration import FEW_ROWS_SIDES, default_calibration
-from meshwise.costs.collectives import collective_time
-from meshwise.costs.fabric import Fabric
 from meshwise.costs.local_shapes import local_shapes
 from meshwise.costs.machine import (
     CACHED,
@@ -31,10 +30,8 @@ from meshwise.costs.machine import (
     PAGED,
     PROMPTS,
     TimedLayers,
-    counted_bytes,
     engine_step,
 )
-from meshwise.costs.network import make_group_link
 from meshwise.hardware import Cluster, load_chip
 from meshwise.hardware.names import chip_of_device
 from meshwise.runtime.bench import Bench, Sample, attention_sizes, matmul_sizes
@@ -221,22 +218,17 @@ class Operations:
             yield replace(one, text=text, expected=expected)
 
     def _local(self, flops: float, num_bytes: float, dtype: str) -> float | None:
-        """Seconds of so many FLOPs and bytes of HBM on one device: the longer of the two."""
+        """Seconds of so many FLOPs and bytes of HBM on one device."""
         if self.chip is None or self.calibration is None or DType(dtype) not in self.chip.flops_per_s:
             return None
-        share = 1 / self.chip.devices_per_chip
-        rate = self.chip.flops_per_s[DType(dtype)] * self.calibration.matmul(DType(dtype)) * share
-        bandwidth = self.chip.hbm_bandwidth * self.calibration.hbm_efficiency * share
-        return max(flops / rate, num_bytes / bandwidth)
+        whole = local_seconds(self.chip, DType(dtype), flops, num_bytes, self.calibration)
+        return whole * self.chip.devices_per_chip
 
     def _together(self, kind: CollectiveKind, num_bytes: float) -> float | None:
         """Seconds of a collective over the whole cluster, where that is known."""
         if self.cluster is None or self.calibration is None:
             return None
-        fabric = Fabric.of(self.cluster, flat_rings=self.calibration.flat_rings)
-        wire = make_group_link(fabric, {"x": [float(s) for s in fabric.sizes]}, ("x",))
-        counted = counted_bytes(kind, num_bytes, int(wire.size))
-        return float(collective_time(kind, counted, wire, links=self.calibration.links))
+        return collective_seconds(self.cluster, kind, num_bytes, self.calibration)
 
     def _columns(self, category: str, op: str, dtype: str) -> dict[str, Any]:
         return {"category": category, "op": op, "n_chips": self.devices.busy_devices, "dtype": dtype}
@@ -244,7 +236,7 @@ class Operations:
     def _matmuls(self, dtype: str, sizes: Sizes) -> Iterator[Operation]:
         """Products of (m, k) by (k, n)."""
         for m, k, n in sizes:
-            flops, moved = 2.0 * m * k * n, DType(dtype).bits / 8 * float(m * k + k * n + m * n)
+            flops, moved = product_work(m, k, n, DType(dtype))
             columns = self._columns("gemm", "GEMM (m,k)x(k,n)", dtype) | {"m": m, "n": n, "k": k}
             run = partial(self.devices.matmul, m, k, n, dtype)
             yield Operation(f"{m} x {k} x {n}", columns, run, flops, "FLOP/s", self._local(flops, moved, dtype))
@@ -344,9 +336,8 @@ class Operations:
         usual = self.sizes or attention_sizes(1024 if self.on_cpu else 8192)
         for batch, queries, keys in [sizes[:3]] if sizes else usual:
             causal = queries == keys
-            pairs = queries * (queries + 1) / 2 if causal else queries * keys
-            flops = 4.0 * batch * heads * pairs * dim
-            moved = DType(dtype).bits / 8 * float(batch * dim * 2 * (queries * heads + keys * kv_heads))
+            work = (batch, queries, keys, heads, kv_heads, dim)
+            flops, moved = attention_work(*work, dtype=DType(dtype), causal=causal)
             op = "attention (causal)" if causal else "attention (each query over all keys)"
             columns = self._columns("attention prefill" if causal else "attention decode", op, dtype)
             columns |= {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim}

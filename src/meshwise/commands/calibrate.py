@@ -10,15 +10,16 @@ from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
-from meshwise.costs.calibration_files import calibration_text, is_file_name
+from meshwise.costs.calibration_files import ALONE, calibration_text, is_file_name
 from meshwise.costs.engines import ENGINES
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.machine import check_new, write_new
+from meshwise.costs.machine import MeasuredOperation, check_new, write_new
 from meshwise.hardware import load_chip
 from meshwise.report.calibrate import calibrate_report
-from meshwise.scoring import ServingRun, TrainingRun, is_serving, read_rows, read_text
+from meshwise.scoring import ServingRun, TrainingRun, is_operations, is_serving, read_rows, read_text
 from meshwise.scoring.benches import Served, is_bench, read_bench
-from meshwise.scoring.fitting import Refined, mean_error, refine, refine_serving
+from meshwise.scoring.fitting import Refined, mean_error, refine, refine_operations, refine_serving
+from meshwise.scoring.operations import OperationPrediction
 
 
 class CalibrateRequest(Request):
@@ -27,12 +28,12 @@ class CalibrateRequest(Request):
     positional = ("file",)
 
     file: File
-    """Measured training steps or serving of one chip, as CSV (docs/measurements.md), or results of vLLM's, SGLang's,
-    guidellm's or inference-perf's benchmark, as JSON; one row is enough."""
+    """Measured training steps, serving or single operations of one chip, as CSV (docs/measurements.md), or results of
+    vLLM's, SGLang's, guidellm's or inference-perf's benchmark, as JSON; one row is enough."""
     calibration: str = "fitted"
     """Calibration to refine: fitted (with the rows' software or engine), fitted+ENGINE, operations, or a family."""
     on: str | None = None
-    """Of a benchmark's results: the chips that served, such as h100:8."""
+    """Of a benchmark's results: the chips that served, such as h100:8. Of collectives: those that took part."""
     model: str | None = None
     """Of a benchmark's results: the model, where they do not name one that is known."""
     tensor: int | None = Field(default=None, ge=1)
@@ -65,6 +66,7 @@ def calibrate(request: CalibrateRequest, *, progress: Tell = silent) -> Refined:
     if request.save is not None:
         measured = {
             "rows": len(refined.rows),
+            "of": ALONE if isinstance(refined.rows[0], OperationPrediction) else "steps",
             "mape_before": mean_error(refined.before),
             "mape_after": mean_error(refined.after),
             "mape_left_out": mean_error(refined.left_out) if refined.left_out else None,
@@ -83,6 +85,12 @@ def _refined(request: CalibrateRequest, text: str, progress: Tell) -> Refined:
             )
         served = Served(request.on, request.model or "", request.tensor, request.weights or "")
         return refine_serving(read_bench(text, request.file, served), request.calibration, progress)
+    if is_operations(text):
+        if given := [name for name, value in words.items() if value is not None and name != "--on"]:
+            raise MeshwiseError(f"{', '.join(given)}: single operations are of no model; leave it out")
+        return refine_operations(
+            read_rows(text, request.file, MeasuredOperation), request.calibration, request.on, progress
+        )
     if given := [name for name, value in words.items() if value is not None]:
         raise MeshwiseError(f"{', '.join(given)}: rows of CSV say this themselves; expected with results in JSON alone")
     if is_serving(text):
@@ -97,8 +105,9 @@ Answer.reports[Refined] = lambda refined: calibrate_report(refined, {})
 def show_calibration(screen: Screen, request: CalibrateRequest) -> None:
     """Refine a chip's calibration by your own measured steps.
 
-    FILE has a step of training, or a time of serving, a row, in the columns of docs/measurements.md, or is
-    what a benchmark of serving wrote: vllm bench serve, SGLang's bench_serving, guidellm, inference-perf.
+    FILE has a step of training, a time of serving, or a single operation (of bench or profile --save) a row, in the
+    columns of docs/measurements.md, or is what a benchmark of serving wrote: vllm bench serve, SGLang's bench_serving,
+    guidellm, inference-perf.
     Constants move as far as the rows support it, within what is known of the chip. Rows that are faster than
     physically possible, or take ten times what is predicted, are refused.
 

@@ -35,6 +35,9 @@ _CONSTANTS = {
     "cache_start": 1.0,
     "expert_reads": 10.0,
 }
+#: What rows were of, where they were no steps.
+ALONE = "single operations"
+
 #: Shares of the HBM bandwidth at which weights of a format are read in serving.
 _READS = {f"weight_reads.{d.value}": d for d in DType}
 _FORMATS = {f"matmul_efficiency.{d.value}": d for d in (DType.FP8, DType.FP4, DType.INT8)}
@@ -50,12 +53,14 @@ class CalibrationFile:
         base: the calibration that was refined, as `--calibration` takes it.
         constants: name -> value.
         source: the measurements, in words.
+        alone: whether these were single operations, which leave open what steps differ by.
     """
 
     chip: str
     base: str
     constants: Mapping[str, float]
     source: str
+    alone: bool = False
 
     def applied(self, base: Calibration, name: str) -> Calibration:
         """The base with the file's constants, called `name`."""
@@ -67,7 +72,9 @@ class CalibrationFile:
         found = replace(
             base, name=name, narrow=tuple(narrow.items()), links=links, source=source, weight_reads=tuple(reads.items())
         )
-        found = replace(found, refined=tuple(self.constants), uncertainty_sources=(), measured_formats=None)
+        found = replace(found, refined=tuple(self.constants))
+        if not self.alone:
+            found = replace(found, uncertainty_sources=(), measured_formats=None)
         matmul = plain.get("matmul_efficiency", base.matmul_efficiency)
         if plain.get("attention_efficiency", 0.0) > matmul:
             raise MeshwiseError(f"{name}: attention_efficiency is more than matmul_efficiency")
@@ -120,8 +127,10 @@ def read_calibration_file(path: Path) -> CalibrationFile:
         raise MeshwiseError(f"--calibration {path}: expected chip, base and constants")
     for name, value in constants.items():
         _check(path, name, value)
-    rows = document.get("measured", {}).get("rows", "?") if isinstance(document.get("measured"), dict) else "?"
-    return CalibrationFile(document["chip"], document["base"], constants, f"{rows} rows, {path.name}")
+    said = document.get("measured")
+    measured = said if isinstance(said, dict) else {}
+    source, alone = f"{measured.get('rows', '?')} rows, {path.name}", measured.get("of") == ALONE
+    return CalibrationFile(document["chip"], document["base"], constants, source, alone)
 
 
 def _check(path: Path, name: str, value: object) -> None:

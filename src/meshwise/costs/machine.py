@@ -46,6 +46,9 @@ CACHED = (128, 1024)
 #: Layers and requests of the engine's empty steps.
 ENGINE_STEPS = ((1, 1), (9, 1), (1, 8))
 
+#: Units of rows.
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
 #: Latency and bandwidth that stand for those of nothing: there is one device.
 _AT_ONCE, _ALONE = 1e-9, 1e12
 
@@ -315,15 +318,18 @@ class MeasuredOperation:
         notes: how it was measured.
     """
 
+    TIMES: ClassVar[tuple[str, ...]] = ("latency",)
+    MEMORY: ClassVar[tuple[str, ...]] = ()
+
     id: str
-    source: str
-    chip: str
-    year: int
+    source: str = ""
+    chip: str = ""
+    year: int | None = None
     category: str
     op: str
-    hardware: str
+    hardware: str = ""
     n_chips: int
-    dtype: str
+    dtype: str = ""
     m: int | None = None
     n: int | None = None
     k: int | None = None
@@ -339,13 +345,13 @@ class MeasuredOperation:
     measured_value: float
     unit: str = "ms"
     primary: str = "yes"
-    software: str
+    software: str = ""
     notes: str = ""
 
     @property
     def seconds(self) -> float:
         """The measurement in seconds."""
-        return self.measured_value * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[self.unit]
+        return self.measured_value * SECONDS[self.unit]
 
 
 def rows_text(rows: Sequence[MeasuredOperation]) -> str:

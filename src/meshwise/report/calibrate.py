@@ -14,6 +14,7 @@ from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, picked, said, signed_percent, tabulate
 from meshwise.scoring import ServingPrediction
 from meshwise.scoring.fitting import Refined, mean_error
+from meshwise.scoring.operations import OperationPrediction
 
 
 def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:
@@ -26,10 +27,19 @@ def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:
         answer=_answer(refined),
         data=data,
         body=said(_constants(refined), _rows(data["rows"]), unused),
-        assumed=tuple(dict.fromkeys(f"{p.run.id}: {note}" for p in refined.rows for note in p.scenario.assumed)),
-        not_modelled=("what rows do not show: constants that they do not depend on stay as they were",),
+        assumed=tuple(dict.fromkeys(f"{p.run.id}: {note}" for p in refined.rows for note in p.assumed)),
+        not_modelled=(
+            "what rows do not show: constants that they do not depend on stay as they were",
+            *_short(refined),
+        ),
         next_steps=_next(refined, inputs),
     )
+
+
+def _short(refined: Refined) -> tuple[str, ...]:
+    if not isinstance(refined.rows[0], OperationPrediction):
+        return ()
+    return ("single operations: clocks that fall over minutes, the host, and what hides behind what stay as they were",)
 
 
 def _answer(refined: Refined) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwise.scoring.prediction import Prediction, Refusal
-from meshwise.scoring.reading import is_serving, read_rows, read_text, shipped_rows
+from meshwise.scoring.reading import is_operations, is_serving, read_rows, read_text, shipped_rows
 from meshwise.scoring.rows import ServingRun, TrainingRun
 from meshwise.scoring.score import (
     Errors,
@@ -27,6 +27,7 @@ __all__ = [
     "TrainingPrediction",
     "TrainingRun",
     "TrainingScore",
+    "is_operations",
     "is_serving",
     "predict_serving",
     "predict_training",

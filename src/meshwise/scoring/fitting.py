@@ -11,24 +11,80 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.costs.calibration import Calibration
+from meshwise.costs.machine import MeasuredOperation
 from meshwise.costs.spread import Likely
 from meshwise.hardware import Chip
 from meshwise.scoring.constants import Constant, all_constants
+from meshwise.scoring.operations import predict_operations
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal
-from meshwise.scoring.rows import ServingRun, TrainingRun, UnreadRow
+from meshwise.scoring.rows import Row, ServingRun, TrainingRun, UnreadRow
 from meshwise.scoring.score import predict_all
 from meshwise.scoring.serving import predict_serving
 from meshwise.scoring.serving_constants import serving_constants
 from meshwise.scoring.training import predict_training
 
-P = TypeVar("P", bound=Prediction)
+
+class Measured(Protocol):
+    """A measured time that can be priced under other constants."""
+
+    @property
+    def run(self) -> Row | MeasuredOperation:
+        """The row."""
+        ...
+
+    @property
+    def hardware(self) -> Chip:
+        """Its chip, and `chip` the name of that."""
+        ...
+
+    @property
+    def chip(self) -> str:
+        """See `hardware`."""
+        ...
+
+    @property
+    def calibration(self) -> Calibration:
+        """Of the prediction."""
+        ...
+
+    @property
+    def measured(self) -> float:
+        """Seconds; `expected` likewise."""
+        ...
+
+    @property
+    def expected(self) -> float:
+        """See `measured`."""
+        ...
+
+    @property
+    def error(self) -> float:
+        """Signed: 0.1 where 10 % too much is predicted."""
+        ...
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the row does not say."""
+        ...
+
+    def seconds_under(self, calibration: Calibration) -> float:
+        """Expected seconds under another calibration."""
+        ...
+
+    def depends_on(self, constant: Constant) -> bool:
+        """Whether the prediction is made with the constant."""
+        ...
+
+
+P = TypeVar("P", bound=Measured)
+Q = TypeVar("Q", bound=Prediction)
 
 #: Errors of the logarithm beyond which a row pulls no harder: rows are off for reasons of their own.
 _HUBER = 0.10
@@ -74,7 +130,7 @@ class Fit:
 
 
 def sensitivities(
-    rows: Sequence[Prediction],
+    rows: Sequence[Measured],
     constants: Sequence[Constant],
     at: Mapping[str, float],
     progress: Callable[[str], None] = lambda _: None,
@@ -93,7 +149,7 @@ def sensitivities(
     return Sensitivities(dict(at), seconds, slopes)
 
 
-def with_constants(p: Prediction, constants: Sequence[Constant], values: Mapping[str, float]) -> Calibration:
+def with_constants(p: Measured, constants: Sequence[Constant], values: Mapping[str, float]) -> Calibration:
     """A row's calibration with other values of the constants that apply to it."""
     found = p.calibration
     for c in constants:
@@ -102,7 +158,7 @@ def with_constants(p: Prediction, constants: Sequence[Constant], values: Mapping
     return found
 
 
-def _seconds(p: Prediction, constants: Sequence[Constant], values: Mapping[str, float]) -> float:
+def _seconds(p: Measured, constants: Sequence[Constant], values: Mapping[str, float]) -> float:
     return p.seconds_under(with_constants(p, constants, values))
 
 
@@ -157,18 +213,23 @@ class FittedRows(Generic[P]):
         """The constants that some rows make most likely; `chosen` is [rows] true or false."""
         return fit(self.constants, self.points, np.array([p.measured for p in self.rows]), self.weights * chosen)
 
-    def leave_out(self, key: Callable[[P], str]) -> tuple[P, ...]:
+    def leave_out(self: FittedRows[Q], key: Callable[[Q], str]) -> tuple[Q, ...]:
         """Predict each row from the rows of other keys alone; intervals keep their relative widths."""
+        expected = self.expected_without(key)
+        return tuple(_moved(p, float(e)) for p, e in zip(self.rows, expected, strict=True))
+
+    def expected_without(self, key: Callable[[P], str]) -> np.ndarray:
+        """[rows] seconds of each row, predicted from the rows of other keys alone."""
         keys = np.array([key(p) for p in self.rows])
         expected = np.zeros(len(keys))
         for own in dict.fromkeys(keys.tolist()):
             out = keys == own
             values = self.fitted_to(~out).values
             expected[out] = [_seconds(self.rows[i], self.constants, values) for i in np.flatnonzero(out)]
-        return tuple(_moved(p, float(e)) for p, e in zip(self.rows, expected, strict=True))
+        return expected
 
 
-def _moved(p: P, expected: float) -> P:
+def _moved(p: Q, expected: float) -> Q:
     assert p.likely is not None
     width = p.likely.high / p.expected
     return replace(p, expected=expected, likely=Likely(max(expected / width, min(p.bound, expected)), expected * width))
@@ -226,7 +287,7 @@ class Refined(Answer):
     chip: Chip
     base: Calibration
     calibration: Calibration
-    rows: tuple[Prediction, ...]
+    rows: tuple[Measured, ...]
     refusals: tuple[Refusal, ...]
     constants: tuple[Constant, ...]
     fit: Fit
@@ -285,6 +346,21 @@ def refine_serving(
     return _refined(found, refusals, constants, progress)
 
 
+def refine_operations(
+    rows: Sequence[MeasuredOperation | UnreadRow],
+    calibration: str = "fitted",
+    on: str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Refined:
+    """Refine a calibration's rates by single operations; `on` as of `predict_operations`, the rest as of `refine`.
+
+    Raises:
+        MeshwiseError: no row can be used; rows are of several chips.
+    """
+    found, refusals = predict_operations(rows, calibration, on)
+    return _refined(found, refusals, all_constants(), progress)
+
+
 def _refined(
     found: Sequence[P],
     refusals: tuple[Refusal, ...],
@@ -310,8 +386,12 @@ def _refined(
     fitted = FittedRows(rows, constants, points, np.ones(len(rows)))
     best = fitted.fitted_to()
     new = with_constants(rows[0], constants, best.values)
+    left_out = list[float]()
+    if len(rows) >= _LEAVE_OUT_FROM:
+        seconds = fitted.expected_without(lambda p: p.run.id)
+        left_out = [float(s) / row.measured - 1 for s, row in zip(seconds, rows, strict=True)]
     return Refined(
-        chip=rows[0].scenario.problem.cluster.chip,
+        chip=rows[0].hardware,
         base=base,
         calibration=new,
         rows=rows,
@@ -319,11 +399,11 @@ def _refined(
         constants=constants,
         fit=best,
         after=tuple(row.seconds_under(new) / row.measured - 1 for row in rows),
-        left_out=tuple(p.error for p in fitted.leave_out(lambda p: p.run.id)) if len(rows) >= _LEAVE_OUT_FROM else (),
+        left_out=tuple(left_out),
     )
 
 
-def _too_slow(row: Prediction) -> Refusal:
+def _too_slow(row: Measured) -> Refusal:
     """Why a row says nothing of its chip; one that is too fast was refused before."""
     return Refusal(
         row.run,
@@ -332,7 +412,7 @@ def _too_slow(row: Prediction) -> Refusal:
     )
 
 
-def _check(rows: Sequence[Prediction], refusals: Sequence[Refusal]) -> None:
+def _check(rows: Sequence[Measured], refusals: Sequence[Refusal]) -> None:
     if not rows:
         reasons = "; ".join(f"{r.run.id}: {r.reason}" for r in refusals[:3])
         raise MeshwiseError(f"no row can be used to calibrate: {reasons or 'no row is of a time'}")

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from meshwise.core.units import format_bytes
 from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.costs.estimate import Estimate
+from meshwise.costs.machine import MeasuredOperation
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.costs.spread import Likely
+from meshwise.hardware import Chip
 from meshwise.scoring.constants import Constant
 from meshwise.scoring.rows import Row, UnreadRow
 from meshwise.scoring.scenario import Scenario, family_of
@@ -26,7 +28,7 @@ WRONG = "the row, or what was read into it, is wrong"
 class Refusal:
     """A row that is not predicted, or not counted."""
 
-    run: Row | UnreadRow
+    run: Row | MeasuredOperation | UnreadRow
     reason: str
 
 
@@ -81,7 +83,7 @@ class Prediction(ABC):
 
     def depends_on(self, constant: Constant) -> bool:
         """Whether the constant is one of those that the prediction is made with."""
-        return constant.applies(self.calibration, default_calibration(self.scenario.problem.cluster.chip).name)
+        return constant.applies(self.calibration, default_calibration(self.hardware).name)
 
     @property
     def run(self) -> Row:
@@ -94,9 +96,19 @@ class Prediction(ABC):
         return self.scenario.problem.calibration
 
     @property
+    def hardware(self) -> Chip:
+        """Its chip."""
+        return self.scenario.problem.cluster.chip
+
+    @property
     def chip(self) -> str:
         """Name of its chip."""
-        return self.scenario.problem.cluster.chip.name
+        return self.hardware.name
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the row does not say."""
+        return tuple(self.scenario.assumed)
 
     @property
     def family(self) -> str:

@@ -11,12 +11,14 @@ from dataclasses import MISSING, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.machine import MeasuredOperation
 from meshwise.scoring.rows import Row, TrainingRun, UnreadRow
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=Row | MeasuredOperation)
+Shipped = TypeVar("Shipped", bound=Row)
 
 #: Columns of counts that may be 0: a prefill has no output.
 _FROM_ZERO = ("output_len",)
@@ -35,7 +37,7 @@ def read_text(path: Path) -> str:
         raise MeshwiseError(f"{path}: {reason}") from None
 
 
-def shipped_rows(kind: type[R]) -> tuple[R, ...]:
+def shipped_rows(kind: type[Shipped]) -> tuple[Shipped, ...]:
     """Published measurements that come with the package, each with its source."""
     text = (files("meshwise.scoring") / "data" / kind.SHIPPED).read_text(encoding="utf-8")
     rows = read_rows(text, kind.SHIPPED, kind)
@@ -47,6 +49,11 @@ def shipped_rows(kind: type[R]) -> tuple[R, ...]:
 def is_serving(text: str) -> bool:
     """Whether a file's header is that of measured serving."""
     return {"engine", "phase"} <= set(_lines(text, "measured rows")[0][1])
+
+
+def is_operations(text: str) -> bool:
+    """Whether a file's header is that of single operations."""
+    return {"category", "op"} <= set(_lines(text, "measured rows")[0][1])
 
 
 def read_rows(text: str, where: str, kind: type[R]) -> tuple[R | UnreadRow, ...]:
@@ -90,7 +97,8 @@ def _check_header(header: Sequence[str], where: str, kind: type[R]) -> None:
         raise MeshwiseError(
             f"{where}: these are single operations (columns category, op), which say nothing of clocks over minutes, "
             "the host, or what hides behind what; expected training runs: one row a run, with the columns of "
-            "docs/measurements.md, as meshwise profile TRACE --plan PLAN --save-step FILE writes one of a trace"
+            "docs/measurements.md, as meshwise profile TRACE --plan PLAN --save-step FILE writes one of a trace; "
+            "meshwise calibrate reads single operations"
         )
     names = [f.name for f in fields(kind)]
     for name in header:
@@ -104,7 +112,7 @@ def _check_header(header: Sequence[str], where: str, kind: type[R]) -> None:
         raise MeshwiseError(f"{where}: the header lacks {', '.join(missing)}; docs/measurements.md lists the columns")
 
 
-def _required(kind: type[Row]) -> list[str]:
+def _required(kind: type[Any]) -> list[str]:
     """Columns without blank cells; a blank id is the number of the line."""
     return [f.name for f in fields(kind) if f.default is MISSING and f.name != "id"]
 
@@ -127,7 +135,7 @@ def _read_row(
 
 
 def _row(values: Mapping[str, str], where: str, kind: type[R]) -> R:
-    types = _types(kind)
+    types = _types(kind)  # type: ignore[arg-type]  # classes are hashable, type variables of them not to mypy
     cells = {name: _cell(name, types[name], text, where) for name, text in values.items()}
     for name in _required(kind):
         if cells[name] in (None, ""):
@@ -142,7 +150,7 @@ def _row(values: Mapping[str, str], where: str, kind: type[R]) -> R:
 
 
 @cache
-def _types(kind: type[Row]) -> dict[str, type]:
+def _types(kind: type[Any]) -> dict[str, type]:
     """What the cells of each column are: str, int or float."""
     hints = get_type_hints(kind)
     return {
