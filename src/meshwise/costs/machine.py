@@ -225,7 +225,7 @@ def _serving(rows: Sequence[MeasuredOperation], operations: int, num_devices: in
         for dtype in sorted({r.dtype for r in stepped})
     }
     points = ", ".join(f"{dtype} = [{', '.join(own)}]" for dtype, own in few.items())
-    return f'''[chip.measured] # how it serves with this runtime
+    return f'''[chip.measured] # of an engine on one device alone; few_rows are shared out over all
 few_rows = {{ {points} }}
 attention = "{format_flops_per_s(1 / engine.pair_flop)}"
 cache_bandwidth = "{format_bandwidth(1 / engine.cached)}"

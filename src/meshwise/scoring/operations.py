@@ -35,13 +35,13 @@ class OperationPrediction:
         hardware: its chip.
         calibration: of the prediction.
         price: seconds under a calibration.
+        assumed: what the row does not say; nothing, as one that lacks something is left out.
     """
 
     run: MeasuredOperation
     hardware: Chip
     calibration: Calibration
     price: Callable[[Calibration], float]
-
     assumed: tuple[str, ...] = ()
 
     @property
