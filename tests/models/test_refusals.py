@@ -220,6 +220,11 @@ def test_texts_that_are_no_model(text: str) -> None:
         ("llama-3-8b", "", "speaker_token_id", 128_009),
         ("mixtral-8x7b", "", "load_balancing_loss_weight", 0.01),
         ("gemma-3-12b", "text_config", "mlp_dropout", 0.1),
+        ("gemma-3-12b", "vision_config", "author", "somebody"),
+        ("llama-3-8b", "", "video_end_id", 10),
+        ("llama-3-8b", "", "batch_size", 64),
+        ("llama-3-8b", "", "generation_config", {"do_sample": True}),
+        ("llama-3-8b", "", "torch_compile", True),
     ],
 )
 def test_a_key_that_no_count_depends_on_is_left_out_with_a_note(name, where, key, value):
@@ -230,7 +235,9 @@ def test_a_key_that_no_count_depends_on_is_left_out_with_a_note(name, where, key
     assert any(key in note and "not used" in note for note in read.notes)
 
 
-@pytest.mark.parametrize(("key", "value"), [("use_cls_token", True), ("num_sink_heads", 4), ("loss", {"heads": 2})])
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_cls_token", True), ("num_sink_heads", 4), ("loss", {"heads": 2}), ("full_layer_ids", [2])]
+)
 def test_a_key_that_may_change_a_count_is_refused(key, value):
     config = {**load_model("llama-3-8b").config, key: value}
     with pytest.raises(ConfigError, match=key):

@@ -64,6 +64,19 @@ _HARMLESS = re.compile(
     r"(\w+_)?(token(_id|_ids|_index|_indices)?|drop_?out(_\w+)?|drop_path_rate|drop_prob|pdrop|loss(_\w+)?|eps|epsilon|"
     r"init(ializer)?_(std|range|factor|scale|method|gain)|seed|version)"
     r"|image_(seq_length|mean|std)|(min|max)_pixels|(min|max)_frames|fps|resample|rescale_factor|sampling_rate"
+    r"|(?!\w*(layer|expert|head|block|group))\w+_ids?"
+)
+
+#: Names of keys beside the model, whatever they hold: who wrote it, how it was trained, its tokenizer, what runs it.
+_ASIDE = re.compile(
+    r"(\w+_)?(comment|note)s?|description|authors?|licen[cs]e(_\w+)?|languages?|tags|citation|homepage|url|date|"
+    r"created_(at|by)|git_\w+|trained_on|datasets?"
+    r"|learning_rate|lr|weight_decay|warmup_\w+|((micro|global|train|eval)_)?batch_size|max_(steps|epochs|new_tokens)|"
+    r"(num_)?(train_)?epochs|training_(args|data|steps|tokens)|optimizer|lr_scheduler(_\w+)?|deepspeed|wandb\w*|"
+    r"framework|checkpoint(_path|_dir)?|fp16|bf16|log_level|verbose|debug"
+    r"|(\w+_)?tokenizer(_\w+)?|vocab_(file|path)|merges_file|(padding|truncation)_side|chat_template|generation_config|"
+    r"processor_class|image_processor_type|feature_extractor_type"
+    r"|_?\w+_implementation|use_(sdpa|flash\w*|xformers)|(torch_)?compile|(init_)?device|device_map|world_size|mp_size"
 )
 
 IRRELEVANT = frozenset(f"{_TOKENS} {_TRAINING} {_BOOKKEEPING} {NUMERICS}".split())
@@ -89,8 +102,11 @@ def is_harmless(key: str, value: object) -> bool:
 
     >>> is_harmless("image_seq_length", 576), is_harmless("use_cls_token", True), is_harmless("num_kv_groups", 2)
     (True, False, False)
+    >>> is_harmless("video_end_id", 10), is_harmless("moe_layer_ids", [1, 3]), is_harmless("torch_compile", True)
+    (True, False, True)
     """
-    return _HARMLESS.fullmatch(key) is not None and not (value is True or isinstance(value, dict))
+    named = _HARMLESS.fullmatch(key) is not None and not (value is True or isinstance(value, dict))
+    return named or _ASIDE.fullmatch(key) is not None
 
 
 def check_activation(key: str, value: object, *, gated: bool) -> None:
@@ -147,6 +163,10 @@ NOT_YET: dict[str, str] = {
             "this encoder-decoder is not modelled",
         ),
         ("openelm", "layers whose heads differ in width are not modelled"),
+        ("deci", "layers with key/value heads of their own number are not modelled"),
+        ("arctic longcat_flash", "a dense feed-forward layer beside each mixture is not modelled"),
+        ("grok-1 grok", "its mixture with norms on both sides is not modelled"),
+        ("chatglm", "its keys are those of code of its own; files converted for transformers ('glm', 'glm4') are read"),
     )
     for kind in kinds.split()
 }
