@@ -24,14 +24,14 @@ MIXTURE = dense("D=32 L=2 N=4 K=2 H=8 V=64 E=8 top_k=2 Fe=32 Fs=32")
 LONGEST = 64
 
 
-def engine_of(scheduling, blocks=24, layout=None, model=MODEL, *, ahead=False):
+def engine_of(scheduling, blocks=24, layout=None, model=MODEL, *, ahead=False, sampled=True):
     layout = layout or ServingLayout()
     if layout.ranks > 1:
         scheduling = replace(scheduling, max_batch=3 * layout.ranks, ranks=layout.ranks)
         blocks = 16 * layout.ranks
     model = paged_model(model, layout, jax.devices()[: layout.num_chips], pages=blocks, page_tokens=4, dtype=DType.FP32)
     weights = model.initial_weights(3)
-    executor = JaxExecutor(model, weights, scheduling, LONGEST, ahead=ahead)
+    executor = JaxExecutor(model, weights, scheduling, LONGEST, ahead=ahead, sampled=sampled)
     return Engine(scheduling, blocks, executor, block_tokens=4, ahead=ahead), weights
 
 
@@ -92,7 +92,7 @@ def test_tokens_of_other_families_are_those_of_decoding_alone(name, layout):
 
 def served_as_alone(policy, layout, model, *, ahead):
     scheduling = Scheduling(policy, 4, 24, prefix_cache=True, watermark=0.0)
-    engine, weights = engine_of(scheduling, layout=layout, model=model, ahead=ahead)
+    engine, weights = engine_of(scheduling, layout=layout, model=model, ahead=ahead, sampled=False)
     draw = np.random.default_rng(0)
     asked = [(prompt, int(draw.integers(1, 24))) for prompt in prompts(12, draw)]
     requests = [EngineRequest(p, n, Collected(), block_tokens=4) for p, n in asked]
@@ -130,7 +130,7 @@ def test_caches_change_devices_and_no_token(layouts, model):
         schedulings.append(replace(scheduling, ranks=ranks, max_batch=scheduling.max_batch * ranks))
         made = paged_model(model, layout, own, pages=pages * ranks, page_tokens=4, dtype=DType.FP32)
         made = LayeredModel.of(made) if layout.tensor == 2 or layout.num_chips == 1 else made  # as on GPUs, and on CPUs
-        executors.append(JaxExecutor(made, made.initial_weights(3), schedulings[-1], LONGEST, sends=True))
+        executors.append(JaxExecutor(made, made.initial_weights(3), schedulings[-1], LONGEST, sends=True, sampled=False))
     executors[1].prepare(executors[:1])
     first, then = schedulings
     decode = Engine(then, 16 * then.ranks, executors[1], block_tokens=4)

@@ -93,6 +93,7 @@ class JaxExecutor:
         progress: told a line now and then.
         buckets: sizes of steps; None: `plan_buckets`.
         constrained: whether outputs may have to keep to something.
+        sampled: whether tokens may be drawn, or told with logprobs; else each is the likeliest.
         sends: whether caches are sent to, or come from, others.
         ahead: whether a step may be started before the tokens of the last are fetched.
     """
@@ -107,6 +108,7 @@ class JaxExecutor:
         *,
         buckets: Sequence[Bucket] | None = None,
         constrained: bool = False,
+        sampled: bool = True,
         sends: bool = False,
         ahead: bool = False,
     ) -> None:
@@ -123,7 +125,7 @@ class JaxExecutor:
             self._steps[bucket] = model.compile(bucket, self.sequence_pages)
         for rows in sorted({bucket.logits * self.ranks for bucket in self.buckets}):
             progress(f"compiling sampling of {rows}")
-            self._compile_sampling(rows)
+            self._compile_sampling(rows, sampled=sampled)
         self.ahead = ahead
         if ahead:
             self._compile_ahead()
@@ -131,11 +133,11 @@ class JaxExecutor:
             self._read, self._write = model.compile_pages(self.sequence_pages)
         self._pool = model.empty_pool()
 
-    def _compile_sampling(self, rows: int) -> None:
+    def _compile_sampling(self, rows: int, *, sampled: bool) -> None:
         logits = self.model.abstract_logits(rows)
         self._greedy[rows] = jax.jit(greedy).lower(logits).compile()
         allowed = jax.ShapeDtypeStruct((rows, self._words), np.uint32) if self.constrained else None
-        for length, bits in ((1, None), (self.longest, allowed)):
+        for length, bits in ((1, None), (self.longest, allowed)) if sampled else ():
             seen = jax.ShapeDtypeStruct((rows, length), np.int32)
             produced = jax.ShapeDtypeStruct((rows, length), np.bool_)
             lowered = compiled.lower(length, logits, SamplingArrays.abstract(rows), seen, produced, bits)

@@ -67,7 +67,7 @@ class EngineSteps:
         buckets = [Bucket(n, 0, n) for n in decoding]
         begun = {*prompts, max(ROW * most, *prompts)} if prompts else {ROW * most}
         buckets += [Bucket(0, n, max(decoding)) for n in sorted(begun)]
-        executor = JaxExecutor(made, made.initial_weights(0), scheduling, longest, buckets=buckets)
+        executor = JaxExecutor(made, made.initial_weights(0), scheduling, longest, buckets=buckets, sampled=False)
         self._engine = Engine(scheduling, pages, executor)
 
     def decoding(self, batch: int, seconds: float) -> Sample:
