@@ -233,8 +233,8 @@ def _slower(job: Job, tool: str, plan: Plan | ServingPlan, answer: Answer) -> bo
     return own > none * (1 + NOISE) + NOISE_S
 
 
-def check(job: Job) -> Answer:
-    """Ask the planner, export what it finds, and write down what does not hold."""
+def check(job: Job, *, timed: bool = True) -> Answer:
+    """Ask the planner, export what it finds, and write down what does not hold; `timed`, of its speed as well."""
     answer = Answer(job.name)
     plans, _ = _search(job)
     answer.first, able = _tools(plans[0])
@@ -251,7 +251,7 @@ def check(job: Job) -> Answer:
         for i, plan in enumerate(found if tool != OWN else (), 1):
             if why := _exports(plan, tool):
                 refused.append(f"plan {i} of --tool {tool}: {why}")
-        if _slower(job, tool, found[0], answer):
+        if timed and _slower(job, tool, found[0], answer):
             own, none = answer.hidden[tool]
             answer.faults.append(f"--tool {tool} takes {own:.2f} CPU-s, {none:.2f} for none that hides as much")
     answer.faults += refused

@@ -130,7 +130,9 @@ def test_caches_change_devices_and_no_token(layouts, model):
         schedulings.append(replace(scheduling, ranks=ranks, max_batch=scheduling.max_batch * ranks))
         made = paged_model(model, layout, own, pages=pages * ranks, page_tokens=4, dtype=DType.FP32)
         made = LayeredModel.of(made) if layout.tensor == 2 or layout.num_chips == 1 else made  # as on GPUs, and on CPUs
-        executors.append(JaxExecutor(made, made.initial_weights(3), schedulings[-1], LONGEST, sends=True, sampled=False))
+        executors.append(
+            JaxExecutor(made, made.initial_weights(3), schedulings[-1], LONGEST, sends=True, sampled=False)
+        )
     executors[1].prepare(executors[:1])
     first, then = schedulings
     decode = Engine(then, 16 * then.ranks, executors[1], block_tokens=4)

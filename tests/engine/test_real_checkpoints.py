@@ -31,7 +31,9 @@ def test_greedy_tokens_are_those_of_the_reference_library(find, name, tmp_path):
     )
     weights = model.load(open_weights(find(tmp_path), golden.model))
     scheduling = Scheduling("chunked", 2, 24, prefix_cache=True)
-    engine = Engine(scheduling, PAGES, JaxExecutor(model, weights, scheduling, longest, sampled=False), block_tokens=PAGE)
+    engine = Engine(
+        scheduling, PAGES, JaxExecutor(model, weights, scheduling, longest, sampled=False), block_tokens=PAGE
+    )
     for _ in range(2):  # the second finds the first one's prompt, and both go side by side
         requests = [EngineRequest(prompt, len(expected), Collected(), block_tokens=PAGE) for _ in range(2)]
         for request in requests:

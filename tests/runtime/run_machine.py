@@ -15,7 +15,7 @@ import meshwise
 from meshwise.costs import machine
 
 #: Nothing here generates: of the weights that an engine streams a layer or two will do.
-machine._STREAMED = 1 << 24  # noqa: SLF001
+machine._STREAMED = 1 << 24
 
 DEVICES, STEPS = 4, 7
 #: Large enough that products and bytes fill a step: plans gather a layer in one piece, XLA:CPU array by array, and each
