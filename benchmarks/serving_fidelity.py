@@ -71,10 +71,11 @@ def _origin(p: ServingPrediction) -> str:
 
 
 def _engines() -> str:
-    lines = ["| `--calibration` | what it is | host, a step | host, a request | gap | start of a collective | rows |"]
+    start = "start of a collective (Ampere, Hopper, Blackwell)"
+    lines = [f"| `--calibration` | what it is | host, a step | host, a request | gap | {start} | rows |"]
     lines.append("| --- " * 7 + "|")
     for e in ENGINES.values():
-        startup = "the family's" if e.startup is None else f"{e.startup * 1e6:.1f} us"
+        startup = " / ".join(f"{s * 1e6:.1f}" for s in e.startup.values()) + " us" if e.startup else "the family's"
         host = f"{e.host_step * 1e6:.0f} us | {e.host_request * 1e6:.1f} us | {e.gap * 1e6:.2f} us"
         lines.append(f"| `fitted+{e.name}` | {e.meaning} | {host} | {startup} | {e.rows} |")
     return "\n".join(lines) + "\n"

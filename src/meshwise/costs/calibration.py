@@ -184,6 +184,7 @@ class Calibration:
             the chip; 0 where their kernels serve all query heads of a group at once, as of `grouped_heads` they do.
         grouped_heads: query heads of a group, of 128 each, for which such kernels are there.
         narrow_cache: bandwidth at which attention of serving reads a cache in 8 bits over that of one in 16.
+        fused: which operations of a step of serving are no kernels of their own (`fusions.FUSIONS`).
     """
 
     name: str
@@ -242,6 +243,7 @@ class Calibration:
     narrow_cache: float = 1.0
     query_bandwidth: float = 0.0
     grouped_heads: tuple[int, ...] = ()
+    fused: tuple[str, ...] = ()
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
 from meshwise.costs.arithmetic import Num, ceil, interpolated, log2, maximum, minimum, where
 from meshwise.costs.calibration import FEW_ROWS_SIDES, Calibration
 from meshwise.costs.extents import Extents, Split, Volume
+from meshwise.costs.fusions import kernel_gap
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.hardware import Chip
 from meshwise.jobs import SERVING_PRECISIONS, Precision, parse_serving_precision
@@ -286,7 +289,7 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
     elif op.attention is not None:
         flops = _attention_flops(*op.attention, extents)
         busy = flops * rates.other_matmul_sheet
-        if achieved.unfused_attention:
+        if achieved.unfused_attention and np.max(extents.sizes[op.attention[0].query_axis]) > 1:  # a token has kernels
             return _unfused(op, flops, busy, extents, rates)
         compute = flops * _attention_rate(*op.attention, extents, rates)
     elif op.kernel is not None:
@@ -311,7 +314,8 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
         adding = extents.volume(op.added) * (rates.added * rates.byte)
         seconds, serial = seconds + adding, serial + adding if bounded else _NONE
     if op.launched:
-        seconds, serial = _launched(op, seconds, achieved), _launched(op, serial, achieved)
+        gap = kernel_gap(op.joins, extents, achieved)
+        seconds, serial = _launched(op, seconds, gap, achieved), _launched(op, serial, gap, achieved)
     return OpCompute(flops, busy, num_bytes, compute, memory, seconds, serial)
 
 
@@ -323,9 +327,10 @@ def _reads_anew(op: Attention, extents: Extents, achieved: Calibration) -> Num:
     return where((sizes[op.query_axis] > 1) | grouped, 0.0, group / achieved.query_bandwidth)
 
 
-def _launched(op: LoweredOp, seconds: Num, achieved: Calibration) -> Num:
+def _launched(op: LoweredOp, seconds: Num, gap: Num, achieved: Calibration) -> Num:
     """Seconds of a kernel with what it waits for: its launch, and in layers with experts the host at least."""
-    if started := achieved.gap + (0.0 if op.attention is None else achieved.cache_start):
+    started = gap if op.attention is None else gap + achieved.cache_start
+    if not isinstance(started, float) or started:
         seconds = seconds + started
     return maximum(seconds, achieved.mixture_launch) if op.routed and achieved.mixture_launch else seconds
 

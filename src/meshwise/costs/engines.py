@@ -6,6 +6,7 @@ All are shared by models, layouts and sizes. `docs/serving-accuracy.md` says how
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,15 +17,24 @@ from meshwise.costs.calibration_files import is_file_name, read_calibration_file
 from meshwise.costs.fitted import BEST_MATMULS, check_family, find_calibration
 from meshwise.hardware import Chip
 
-#: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.
-_GRAPH, _LAUNCHED = 2.0e-6, 4.6e-6
+#: Seconds that a kernel of a step takes besides: replayed in a CUDA graph, and launched one by one from C++.
+_GRAPH, _LAUNCHED = 4.1e-6, 12.5e-6
 
 #: Seconds of the host to launch an operation of a step that has prompts, of engines that replay graphs for all others.
 _PYTHON = 43e-6
 
-#: Seconds before the first byte of a collective within a step: an engine's own kernels, which write to all peers at
-#: once, and NCCL's.
-_ONE_SHOT, _NCCL = 3.6e-6, 25.9e-6
+#: Family -> seconds before the first byte of a collective within a step: kernels of vLLM and SGLang that write to all
+#: peers at once, TensorRT-LLM's, and NCCL's.
+_ONE_SHOT = {"ampere": 4.8e-6, "hopper": 5.2e-6, "blackwell": 8.8e-6}
+_TRTLLM = {family: 0.70 * seconds for family, seconds in _ONE_SHOT.items()}
+_NCCL = dict.fromkeys(_ONE_SHOT, 25e-6)
+
+#: What all engines on GPUs fuse (`fusions.FUSIONS`).
+_COMMON = ("product", "sum", "pair", "shared")
+
+#: Family -> what engines that replay graphs fuse there besides: FlashInfer's sums, which do the norm that follows, in
+#: vLLM (`fuse_allreduce_rms`) and SGLang (`--enable-flashinfer-allreduce-fusion`), as InferenceMAX runs both on B200.
+_FUSED_THERE = {"blackwell": ("norm",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +45,13 @@ class ServingEngine:
         name: what users type after "fitted+".
         meaning: what it is, for people.
         host_step, host_request, gap: as in `Calibration`.
-        startup: of collectives within a step; None keeps the family's.
+        startup: of collectives within a step, by family of chips; None keeps the family's own.
         rows: how many published numbers its constants were fitted to.
         chunk: tokens of a prompt in one step, by its own default on chips of 80 GB and more (vLLM's
             --max-num-batched-tokens, SGLang's --chunked-prefill-size); None where chunks have to be asked for.
+        fused: as in `Calibration`.
+        unfused_prompts: whether attention over prompts writes its scores to memory (FasterTransformer's
+            GptContextAttentionLayer, unless it was built with FMHA).
     """
 
     name: str
@@ -46,24 +59,32 @@ class ServingEngine:
     host_step: float
     host_request: float
     gap: float
-    startup: float | None
+    startup: Mapping[str, float] | None
     rows: int
     chunk: int | None = None
+    fused: tuple[str, ...] = ()
+    unfused_prompts: bool = False
 
 
 #: By name; the first is what is assumed where nothing is said, on GPUs.
 ENGINES = {
     e.name: e
     for e in (
-        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.51e-3, 20e-6, _GRAPH, _ONE_SHOT, 138, 8192),
-        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.38e-3, 21e-6, _GRAPH, _ONE_SHOT, 89, 8192),
-        ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.19e-3, 7.9e-6, _GRAPH, _ONE_SHOT, 256),
-        ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.21e-3, 7.7e-6, _LAUNCHED, _NCCL, 113),
-        ServingEngine("fastertransformer", "FasterTransformer 5", 0.24e-3, 68e-6, _LAUNCHED, _NCCL, 163),
-        ServingEngine("gpt-fast", "PyTorch, compiled as a whole", 0.20e-3, 12.6e-6, _GRAPH, _ONE_SHOT, 16),
+        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.21e-3, 16.6e-6, _GRAPH, _ONE_SHOT, 138, 8192,
+                      (*_COMMON, "conversion")),
+        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.07e-3, 20e-6, _GRAPH, _ONE_SHOT, 89, 8192,
+                      _COMMON),
+        ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.07e-3, 11e-6, _GRAPH, _TRTLLM, 256,
+                      fused=(*_COMMON, "conversion", "rotation", "norm")),
+        ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.06e-3, 7.6e-6, _LAUNCHED, _NCCL, 113,
+                      fused=(*_COMMON, "conversion", "rotation", "write")),
+        ServingEngine("fastertransformer", "FasterTransformer 5", 0.06e-3, 57e-6, _LAUNCHED, _NCCL, 163,
+                      fused=(*_COMMON, "rotation", "write"), unfused_prompts=True),
+        ServingEngine("gpt-fast", "PyTorch, compiled as a whole", 0.05e-3, 12.6e-6, _GRAPH, _ONE_SHOT, 16,
+                      fused=_COMMON),
         ServingEngine("jax", "JAX: a step is one program of XLA, on TPUs", 0.0, 0.0, 0.0, None, 19),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +112,21 @@ class _Chips:
 
 #: By family; a chip of another inherits Ampere's, but for what its own matmuls and HBM were measured to fall short of.
 _CHIPS = {
-    "ampere": _Chips(0.74, (), 0.57, 600.0, 200.0, 0.76, 0.90, 0.81, 0.73),
-    "hopper": _Chips(0.77, ((DType.FP8, 0.75),), 0.52, 1000.0, 200.0, 0.884, 0.95, 0.87, 0.77),
-    "blackwell": _Chips(0.64, ((DType.FP8, 0.55), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, 0.808, 0.89, 0.91, 0.68),
+    "ampere": _Chips(0.745, (), 0.57, 600.0, 200.0, 0.77, 0.90, 0.81, 0.76),
+    "hopper": _Chips(0.80, ((DType.FP8, 0.75),), 0.52, 1000.0, 200.0, 0.853, 0.95, 0.87, 0.77),
+    "blackwell": _Chips(0.64, ((DType.FP8, 0.54), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, 0.785, 0.88, 0.91, 0.655),
 }
 
 #: Share of the HBM bandwidth at which weights are read that are widened on the way, and those of fp4.
-_NARROW_WEIGHTS = ((DType.INT8, 0.68), (DType.INT4, 0.47), (DType.FP4, 0.71))
+_NARROW_WEIGHTS = ((DType.INT8, 0.68), (DType.INT4, 0.48), (DType.FP4, 0.67))
 
 #: Seconds that attention over a cache takes besides, and bandwidth of experts' weights over that of others.
-_CACHE_START, _EXPERTS = 4.7e-6, 1.0
+_CACHE_START, _EXPERTS = 7.4e-6, 1.1
 
 #: (Engine, family) -> bandwidth of a cache in 8 bits over that of one in 16. FlashAttention 3's kernels for fp8, which
 #: vLLM takes on Hopper, gained nothing over 16 bits below tens of thousands of tokens until the spring of 2026
 #: (vLLM issue 24916; its blog of 22 April 2026).
-_NARROW_CACHES = {("vllm", "hopper"): 0.44}
+_NARROW_CACHES = {("vllm", "hopper"): 0.46}
 
 #: Engine -> bytes/s at which its decode steps read the cache for each query head of a group again, from L2 (H100: 5.5
 #: TB/s, measured by Chips and Cheese), and the groups that one kernel serves: TensorRT-LLM's XQA, for Llama-2-70B.
@@ -150,12 +171,13 @@ def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
     if name not in ENGINES:
         raise UnknownNameError("serving engine", name, ENGINES)
     software = ENGINES[name]
+    startup = software.startup
     found = replace(
         family,
         name=f"fitted+{name}",
         host_step=software.host_step,
         host_request=software.host_request,
-        chained_startup=family.chained_startup if software.startup is None else software.startup,
+        chained_startup=startup.get(family.name, startup["ampere"]) if startup else family.chained_startup,
         uncertainty_sources=("engine",),
         compiled=name == "jax",
         source=f"{family.source}; {software.meaning}: fitted to {software.rows} published numbers",
@@ -212,6 +234,8 @@ def _on_gpus(found: Calibration, chip: Chip, family: str, software: ServingEngin
         cache_start=_CACHE_START,
         links=replace(links, efficiency=own.links),
         gap=software.gap,
+        fused=software.fused + (_FUSED_THERE.get(family, ()) if software.gap == _GRAPH else ()),
+        unfused_attention=software.unfused_prompts,
         launch=_PYTHON if software.gap == _GRAPH else 0.0,
         query_bandwidth=_QUERY_READS.get(software.name, (0.0, ()))[0],
         grouped_heads=_QUERY_READS.get(software.name, (0.0, ()))[1],

@@ -50,6 +50,7 @@ class LoweredOp(NamedTuple):
         grouped: whether these are of experts, each with its own rows.
         permutes: whether it moves tokens to the slots of their experts, or back.
         launched: whether it is a kernel of its own, not a further output of the one before.
+        joins: how engines that fuse it do without a kernel of its own (`fusions`); "" where none does.
     """
 
     matmul: Volume | None
@@ -69,10 +70,17 @@ class LoweredOp(NamedTuple):
     grouped: bool
     permutes: bool
     launched: bool
+    joins: str
 
 
 def lower_op(
-    item: LocalOp, symbols: Symbols, precision: Precision, *, routed: bool = False, bounded: bool = False
+    item: LocalOp,
+    symbols: Symbols,
+    precision: Precision,
+    *,
+    routed: bool = False,
+    bounded: bool = False,
+    joins: str = "",
 ) -> LoweredOp:
     """Resolve the structure of one local operation.
 
@@ -82,6 +90,7 @@ def lower_op(
         precision: bytes per element.
         routed: whether it is of a layer with experts.
         bounded: whether bounds count its bytes although a fusion could remove them.
+        joins: as in `LoweredOp`.
     """
     op, splits = item.op, dict(item.splits)
 
@@ -123,6 +132,7 @@ def lower_op(
         grouped=grouped,
         permutes=isinstance(op, Route),
         launched=not _beside(op),
+        joins=joins,
     )
 
 

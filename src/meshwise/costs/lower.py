@@ -25,6 +25,7 @@ from meshwise.core.tensors import (
 )
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.extents import Distinct, Split, Symbols, WeightedSum, element_bytes
+from meshwise.costs.fusions import fused_operations
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.local_ops import LoweredOp, lower_op
 from meshwise.costs.memory_plan import MemoryPlan, UpdatePlan, in_chunks, memory_plan, update_plan
@@ -77,9 +78,9 @@ class Symbolic:
         """What lowers the collectives of a block."""
         return CollectiveLowering(self.symbols, self.costs, self.precision)
 
-    def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False) -> int:
+    def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False, joins: str = "") -> int:
         """The number of a lowered operation; arguments as in `local_ops.lower_op`."""
-        return self.ops(lower_op(item, self.symbols, self.precision, routed=routed, bounded=bounded))
+        return self.ops(lower_op(item, self.symbols, self.precision, routed=routed, bounded=bounded, joins=joins))
 
 
 class Lowered:
@@ -188,10 +189,19 @@ class LoweredBlock(ABC):
     def passes(self) -> Mapping[str, tuple[int, ...]]:
         """Numbers of the same operations."""
         routed = any(isinstance(op, Route) for op in self.placed.block.ops)
+        joins = self.joins
         return {
-            name: tuple(self.of.lower_op(i, routed=routed, bounded=name in _OF_ATTENTION) for i in items)
+            name: tuple(
+                self.of.lower_op(i, routed=routed, bounded=name in _OF_ATTENTION, joins=joins.get(i.op.name, ""))
+                for i in items
+            )
             for name, items in self.items.items()
         }
+
+    @property
+    def joins(self) -> Mapping[str, str]:
+        """Name of an operation -> how engines fuse it with another; none in training."""
+        return {}
 
 
 #: Passes of serving that together are the term "attention": what reads cached positions, and what keeps a state.
@@ -282,6 +292,11 @@ class LoweredServingBlock(LoweredBlock):
             if isinstance(item, LocalOp):
                 items.setdefault(_serving_pass(item.op), []).append(item)
         return {name: tuple(found) for name, found in items.items()}
+
+    @property
+    def joins(self) -> Mapping[str, str]:
+        """Name of an operation -> how engines fuse it with another (`fusions`)."""
+        return fused_operations(self.placed.block.ops)
 
     @_Part
     def collectives(self) -> tuple[CollectiveTemplate, ...]:

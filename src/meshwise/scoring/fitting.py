@@ -341,8 +341,8 @@ def refine_serving(
     """
     timed = [run for run in runs if isinstance(run, UnreadRow) or not run.is_memory]
     found, refusals, _ = predict_all(timed, partial(predict_serving, calibration=calibration), lambda _: None)
-    # What the host adds is the engine's own number: no factor on what engines share.
-    constants = tuple(c for c in serving_constants() if not c.unit.startswith("times host."))
+    # What the host and the start of a sum add is the engine's own number: no factor on what engines share.
+    constants = tuple(c for c in serving_constants() if not c.unit.startswith(("times host.", "times startup")))
     return _refined(found, refusals, constants, progress)
 
 
