@@ -17,7 +17,7 @@ _NAMES = {
     "meshwise.commands.catalogs": ("all_models", "chip", "chips", "cluster", "clusters", "model"),
     "meshwise.commands.collective": ("collective",),
     "meshwise.commands.estimate_serve": ("estimate_serve",),
-    "meshwise.commands.estimate_train": ("estimate_train",),
+    "meshwise.commands.estimate_train": ("Plan", "PlanResult", "estimate_train"),
     "meshwise.commands.export": ("export", "export_weights"),
     "meshwise.commands.fit": ("fit",),
     "meshwise.commands.hlo": ("explain", "explain_file"),
@@ -38,7 +38,6 @@ _NAMES = {
     "meshwise.exports": ("Exported",),
     "meshwise.scoring": ("Score",),
     "meshwise.report.sweep": ("Sweep",),
-    "meshwise.search": ("Plan", "PlanResult"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -163,7 +163,7 @@ def fit(
     progress: Callable[[str], None] = ...,
 ) -> Fits: ...
 def generate(
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | PlanResult | str | os.PathLike[str],
     *,
     tokens: int,
     prompt: str | None = None,
@@ -303,7 +303,7 @@ def rule(
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4", "mxfp4"] = "bf16",
 ) -> RuleAnswer: ...
 def run_plan(
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | PlanResult | str | os.PathLike[str],
     *,
     steps: int = 20,
     learning_rate: float = 0.0003,
@@ -391,7 +391,7 @@ def shard(
     overlap: bool = False,
 ) -> Product: ...
 def simulate_serve(
-    costs: EngineCosts | ServingPlan | str | os.PathLike[str],
+    costs: EngineCosts | ServingPlan | ServingPlanResult | ServingEstimate | str | os.PathLike[str],
     *,
     rate: float | None = None,
     prompt: str | float = "1024",

@@ -38,10 +38,33 @@ def test_an_answer_is_a_line_a_screen_a_page_and_values(name):
     assert page.count("<pre>") == page.count("</pre>") == 1
 
 
-def test_a_plan_is_a_line():
-    plan = ASKED["estimate_train"]().plans[0]
+def test_a_plan_is_a_line_a_screen_a_page_and_values():
+    planning = ASKED["estimate_train"]()
+    plan = planning.plans[0]
     assert repr(plan).startswith("<Plan: llama-3-8b on 4 x H100 SXM, fsdp=4,")
-    assert len(repr(plan)) < 200
+    assert str(plan) == str(planning)
+    assert plan.to_dict() == planning.to_dict()
+    assert plan._repr_html_() == planning._repr_html_()
+
+
+def test_what_an_answer_holds_is_a_line_each():
+    plan = ASKED["plan_train"]().plans[0]
+    held = [plan, plan.layout, plan.estimate, meshwise.simulate_step(plan), meshwise.export(plan, to="maxtext")]
+    held += meshwise.clusters().values()
+    for each in held:
+        assert repr(each).startswith(f"<{type(each).__name__}: ")
+        assert len(repr(each)) < 200
+
+
+def test_a_timeline_is_a_screen_and_a_page_and_an_export_its_text():
+    plan = ASKED["estimate_train"]().plans[0]
+    timeline = meshwise.simulate_step(plan)
+    assert str(timeline).startswith("One step: ")
+    assert timeline.to_dict()["layout"] == str(plan.layout)
+    assert timeline._repr_html_().startswith("<pre>")
+    handed = meshwise.export(plan, to="maxtext")
+    assert str(handed) == handed.text
+    assert handed._repr_html_().startswith("<pre>")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +91,18 @@ def test_what_a_search_or_an_estimate_gives_is_exported(name, to):
     if name != "estimate_serve":
         assert meshwise.export(answer.plans[0], to=to).text == text
     assert to in text.lower()
+
+
+def test_what_a_search_or_an_estimate_gives_is_simulated():
+    planning = ASKED["plan_train"]()
+    assert meshwise.simulate_step(planning).total == meshwise.simulate_step(planning.plans[0]).total
+    served = ASKED["estimate_serve"]()
+    found = meshwise.simulate_serve(served, rate=5, requests=200).result
+    assert found.requests == 200
+    planned = meshwise.simulate_serve(ASKED["plan_serve"](), rate=5, requests=200).result
+    assert planned.requests == 200
+    with pytest.raises(MeshwiseError, match=r"costs: expected a plan of serving, .*found <Chip: H100 SXM>"):
+        meshwise.simulate_serve(meshwise.chip("h100"), rate=5)
 
 
 def test_what_is_no_plan_is_not_exported():

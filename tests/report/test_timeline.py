@@ -29,7 +29,7 @@ def timeline(plan):
 
 
 def test_the_report_fits_eighty_columns_and_names_every_stage(plan, timeline):
-    report = timeline_report(timeline, str(plan.layout), {"plan": "plan.json"})
+    report = timeline_report(timeline, {"plan": "plan.json"})
     console = Console(file=io.StringIO(), width=80, markup=False, highlight=False, emoji=False)
     console.print(report.renderable(explain=True))
     text = console.file.getvalue()
@@ -42,7 +42,7 @@ def test_the_report_fits_eighty_columns_and_names_every_stage(plan, timeline):
 
 
 def test_json_adds_up_and_has_units(plan, timeline):
-    data = timeline_report(timeline, str(plan.layout), {}).envelope(explain=True)
+    data = timeline_report(timeline, {}).envelope(explain=True)
     assert data["step_time_s"] == pytest.approx(plan.estimate.step_time.expected, rel=1e-12)
     for stage in data["stages"]:
         parts = (stage["compute_s"], stage["exposed_communication_s"], stage["idle_s"])

@@ -43,7 +43,7 @@ from meshwise.jobs.serving_precision import FORMATS, PUBLISHED, parse_serving_pr
 from meshwise.jobs.traffic import read_trace
 from meshwise.models import load_model
 from meshwise.report.serve import estimate_serve_report, estimate_serve_svg, serving_estimate_report
-from meshwise.search.serving import ServingPlan
+from meshwise.search.serving import ServingPlan, ServingPlanResult
 from meshwise.search.serving.diagnosis import serving_changes
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 
@@ -310,7 +310,15 @@ class _Files(EngineFiles):
     """Write a picture to this file: time of a prefill and of a decode step, memory of a chip."""
 
 
+def serving_plan(given: object) -> object:
+    """A plan of what a search of serving gave (its first), or an estimate; anything else as it is."""
+    if isinstance(given, ServingPlanResult):
+        given = given.plans[0]
+    return ServingPlan(given.problem, given) if isinstance(given, ServingEstimate) else given
+
+
 Answer.reports[ServingEstimate] = serving_estimate_report
+Answer.reports[ServingPlan] = lambda plan: serving_estimate_report(plan.estimate)
 
 
 @verb(EstimateServeRequest, _Files, plan_or=EstimateServeRequest)

@@ -30,6 +30,7 @@ from meshwise.models.model import check_length
 from meshwise.report.plan import estimate_report, plan_report, plan_svg
 from meshwise.search import Plan, PlanResult, estimate_layout
 from meshwise.search.diagnosis import explain_measured, single_changes
+from meshwise.search.planner import plan_alone
 from meshwise.sharding.layout import LayoutRequest, parse_layout
 
 
@@ -178,6 +179,7 @@ def _whole(layout: LayoutRequest, cluster: Cluster, text: str) -> LayoutRequest:
     return replace(layout, sizes={**layout.sizes, "data": chips // used}, written=(*layout.written, "data"))
 
 
+Answer.reports[Plan] = lambda plan: estimate_report(plan_alone(plan), {})
 Answer.reports[PlanResult] = lambda planning: (plan_report if planning.rejected else estimate_report)(planning, {})
 
 
@@ -228,17 +230,20 @@ def plan_asked(
     return plan, asked.echo_resolved(plan.problem)
 
 
-def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any], usual: tuple[str, ...] = USUAL) -> Plan:
+def plan_given(
+    plan: Plan | PlanResult | str | os.PathLike[str], job: Mapping[str, Any], usual: tuple[str, ...] = USUAL
+) -> Plan:
     """The plan that a Python function is about: itself, its file, or that of a model with a job.
 
     Args:
-        plan: a plan, or the file that one was saved in; with `job`, a model.
+        plan: a plan, or the file that one was saved in; of what a search found, the first; with `job`, a model.
         job: the keywords of `estimate_train`.
         usual: tools that what is left open is chosen for, unless others are named.
 
     Raises:
         MeshwiseError: a file that holds no plan; a plan and a job; an argument that cannot be understood.
     """
+    plan = plan.plans[0] if isinstance(plan, PlanResult) else plan
     if not isinstance(plan, Plan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
     if not isinstance(plan, Plan):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwise.commands.command import Screen, verb
+from meshwise.commands.estimate_serve import serving_plan
 from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
 from meshwise.commands.requests import File, Request, attributes
 from meshwise.core.errors import MeshwiseError, MissingDependencyError
@@ -45,21 +46,18 @@ def export(plan: Exportable, *, to: str) -> Exported:
     """
     if not isinstance(to, str):
         raise MeshwiseError(f"to: expected the name of a tool, found {to!r}")
-    if isinstance(plan, PlanResult | ServingPlanResult):
-        plan = plan.plans[0]
-    if isinstance(plan, ServingEstimate):
-        plan = ServingPlan(plan.problem, plan)
-    if not isinstance(plan, Plan | ServingPlan | str | os.PathLike):
-        raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
-    if not isinstance(plan, Plan | ServingPlan):
-        plan = read_plan(plan, ServingPlan) if kind_of_plan(plan) == "serving" else read_plan(plan, Plan)
+    given = plan.plans[0] if isinstance(plan, PlanResult) else serving_plan(plan)
+    if not isinstance(given, Plan | ServingPlan | str | os.PathLike):
+        raise MeshwiseError(f"plan: expected a plan or the file of one, found {given!r}")
+    if not isinstance(given, Plan | ServingPlan):
+        given = read_plan(given, ServingPlan) if kind_of_plan(given) == "serving" else read_plan(given, Plan)
     kinds = {"training": TARGETS, "serving": SERVING_TARGETS}
-    kind, other = ("serving", "training") if isinstance(plan, ServingPlan) else ("training", "serving")
+    kind, other = ("serving", "training") if isinstance(given, ServingPlan) else ("training", "serving")
     if to == "transformers":
         raise MeshwiseError("to: a plan has no weights; export_weights writes those of a saved step")
     if to in kinds[other]:
         raise MeshwiseError(f"to: {to} does no {kind}, and this is a plan of {kind}: use {', '.join(kinds[kind])}")
-    return hand_over_serving(plan, to) if isinstance(plan, ServingPlan) else hand_over(plan, to)
+    return hand_over_serving(given, to) if isinstance(given, ServingPlan) else hand_over(given, to)
 
 
 def export_weights(checkpoint: str | os.PathLike[str], *, output: str | os.PathLike[str]) -> ExportedWeights:

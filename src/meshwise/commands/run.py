@@ -21,12 +21,12 @@ from meshwise.report.report import Report
 from meshwise.report.run import GenerateResult, RunResult, generate_report, run_report
 from meshwise.runtime.devices import load_jax
 from meshwise.runtime.processes import stdout_for_the_answer
-from meshwise.search import Plan
+from meshwise.search import Plan, PlanResult
 
 
 @command(RunRequest)
 def run_plan(
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | PlanResult | str | os.PathLike[str],
     request: RunRequest,
     *,
     progress: Tell = silent,
@@ -59,7 +59,11 @@ def run_plan(
 
 @command(GenerateRequest)
 def generate(
-    plan: Plan | str | os.PathLike[str], request: GenerateRequest, *, progress: Tell = silent, say: Tell = silent
+    plan: Plan | PlanResult | str | os.PathLike[str],
+    request: GenerateRequest,
+    *,
+    progress: Tell = silent,
+    say: Tell = silent,
 ) -> GenerateResult:
     """Generate with a plan's layout on the devices that are there: what `meshwise run --generate` answers.
 

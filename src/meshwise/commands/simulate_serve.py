@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.estimate_serve import Lengths
+from meshwise.commands.estimate_serve import Lengths, serving_plan
 from meshwise.commands.plan_files import kind_of_plan, read_plan, read_text, write_file
 from meshwise.commands.requests import File, Flag, Request, flag, refuse
 from meshwise.commands.workers import Lost, Processes
@@ -20,11 +20,12 @@ from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.costs.engine import EngineCosts
 from meshwise.costs.problem import readable_context
+from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.jobs import computed_lengths, output_lengths
 from meshwise.jobs.lengths import parse_lengths
 from meshwise.jobs.traffic import MOST_REQUESTS, DrawnLoad, Load, SharedPrefixes, parse_arrivals, read_trace
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
-from meshwise.search.serving import ServingPlan, simulator_setup
+from meshwise.search.serving import ServingPlan, ServingPlanResult, simulator_setup
 from meshwise.simulation.serving import (
     Autoscaling,
     Capacity,
@@ -286,7 +287,7 @@ def planned_system(request: SimulateServeRequest, plan: ServingPlan, name: str) 
 
 @command(SimulateServeRequest)
 def simulate_serve(
-    costs: EngineCosts | ServingPlan | str | os.PathLike[str],
+    costs: EngineCosts | ServingPlan | ServingPlanResult | ServingEstimate | str | os.PathLike[str],
     request: SimulateServeRequest,
     *,
     spans: int = 0,
@@ -302,14 +303,17 @@ def simulate_serve(
     (500, True)
 
     Args:
-        costs: what a step takes, or a plan of serving; or the JSON file of either.
+        costs: what a step takes, or a plan of serving (of what a search found, the first; an estimate); or the JSON
+            file of either.
         spans: steps to keep for a timeline.
         progress: told a line now and then.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; no request fits; the targets cannot be kept.
     """
-    served, name = costs, "given"
+    served, name = serving_plan(costs), "given"
+    if not isinstance(served, EngineCosts | ServingPlan | str | os.PathLike):
+        raise MeshwiseError(f"costs: expected a plan of serving, costs of an engine, or a file, found {served!r}")
     if not isinstance(served, EngineCosts | ServingPlan):
         name = str(costs)
         served = read_engine_costs(name) if kind_of_plan(name) is None else read_plan(name, ServingPlan)

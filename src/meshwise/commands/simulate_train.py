@@ -11,12 +11,13 @@ from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, p
 from meshwise.commands.plan_files import write_file
 from meshwise.commands.requests import Request
 from meshwise.core.errors import InfeasibleError
+from meshwise.core.explanation import Answer
 from meshwise.report.timeline import timeline_report, timeline_svg, timeline_trace
-from meshwise.search import Plan
+from meshwise.search import Plan, PlanResult
 from meshwise.simulation import StepTimeline, simulate_training_step
 
 
-def simulate_step(plan: Plan | str | os.PathLike[str], **job: Any) -> StepTimeline:
+def simulate_step(plan: Plan | PlanResult | str | os.PathLike[str], **job: Any) -> StepTimeline:
     """Place one step of a training plan in time: what `meshwise simulate` answers, as values.
 
     `estimate_train` shows an example.
@@ -58,6 +59,8 @@ def show_timeline(screen: Screen, asked: EstimateTrainRequest | str, files: _Pic
     timeline = simulate_step(plan)
     write_file("--svg", files.svg, lambda: timeline_svg(timeline))
     write_file("--trace", files.trace, lambda: timeline_trace(timeline))
-    fits = plan.estimate.fits
-    screen.show(timeline_report(timeline, str(plan.layout), inputs | files.echo(), fits=fits))
-    return None if fits else InfeasibleError.exit_code
+    screen.show(timeline_report(timeline, inputs | files.echo()))
+    return None if timeline.fits else InfeasibleError.exit_code
+
+
+Answer.reports[StepTimeline] = lambda timeline: timeline_report(timeline, {})

@@ -33,7 +33,7 @@ from meshwise.search import Plan, PlanResult
 
 
 def verify(
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | PlanResult | str | os.PathLike[str],
     *,
     reduced: bool = False,
     progress: Tell = silent,

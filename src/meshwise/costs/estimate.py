@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Einsum, Fused
+from meshwise.core.units import format_bytes, format_time
 from meshwise.costs.evaluate import Costs, Local, evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
@@ -34,7 +35,7 @@ class Interval:
     upper: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Estimate:
     """What a layout would do in one training step.
 
@@ -70,6 +71,10 @@ class Estimate:
     model_flops: float
     recompute_flops: float
     peak_flops_per_s: float
+
+    def __repr__(self) -> str:
+        held = f"{format_bytes(self.memory['total'])} of {format_bytes(self.hbm_capacity)}"
+        return f"<Estimate: {format_time(self.step_time.expected)} a step, {self.bound}-bound, {held}>"
 
     @property
     def fits(self) -> bool:

@@ -5,6 +5,7 @@ Not here: any tool's own names (`maxtext`, `megatron`, `torchtitan`, `deepspeed`
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -37,7 +38,7 @@ class Rule(Generic[C]):
             yield said.format(c=choices) if isinstance(said, str) else said(choices)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Exported:
     """A plan in the words of another tool.
 
@@ -56,6 +57,15 @@ class Exported:
     file_name: str
     text: str
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"<Exported: {self.file_name} for {self.title}>"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
 
 
 @dataclass

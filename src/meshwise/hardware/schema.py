@@ -310,7 +310,7 @@ def _line(key: str, part: ErrorDetails) -> str:
     return f"{key}: {message}" + (f", found {part['input']!r}" if scalar else "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Machine:
     """A machine type that a cloud rents: `num_chips` of `chip`, joined to its like by `network`."""
 
@@ -319,6 +319,9 @@ class Machine:
     num_chips: int
     network: str
     source: Source
+
+    def __repr__(self) -> str:
+        return f"<Machine: {self.num_chips} x {self.chip} on {self.network}>"
 
 
 @cache

@@ -19,7 +19,7 @@ _CUBE = 4  # v4 and later 3D pods are wired from 4x4x4 cubes; the optical switch
 _PART = (1, 2, 4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SliceRules:
     """The slices of one TPU generation.
 
@@ -40,6 +40,9 @@ class SliceRules:
     dcn_latency: float
     source: Source
     twists: bool = False
+
+    def __repr__(self) -> str:
+        return f"<SliceRules: {self.title}>"
 
     @property
     def largest_num_chips(self) -> int:

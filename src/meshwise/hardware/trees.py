@@ -21,7 +21,7 @@ class FabricLevel:
     group: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Fabric:
     """A named scale-out network: the levels above the node, innermost first, at their largest degrees.
 
@@ -37,6 +37,9 @@ class Fabric:
     can_reduce: bool
     source: Source
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Fabric: {self.title}>"
 
 
 def build_tree(chip: Chip, num_chips: int, fabric: Fabric, *, reduce: bool = False) -> tuple[Tree, tuple[str, ...]]:

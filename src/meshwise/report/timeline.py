@@ -34,14 +34,12 @@ _IDLE = "whitesmoke"
 _SENDS = ("+", "tab:orange")
 
 
-def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, Any], *, fits: bool = True) -> Report:
+def timeline_report(timeline: StepTimeline, inputs: Mapping[str, Any]) -> Report:
     """Report a step.
 
     Args:
         timeline: the step.
-        layout: in words.
         inputs: what was asked.
-        fits: whether it fits in memory.
     """
     stages = [_stage(timeline, n) for n in range(timeline.stages)]
     schedule = timeline.pipeline.schedule
@@ -58,19 +56,19 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
     return Report(
         command="simulate train",
         inputs=inputs,
-        answer=f"{'' if fits else 'Does not fit in memory. '}One step: {format_time(timeline.total)} on "
+        answer=f"{'' if timeline.fits else 'Does not fit in memory. '}One step: {format_time(timeline.total)} on "
         f"{counted(timeline.stages, 'stage')}; the busiest computes for "
         f"{format_percent(busiest['compute_s'] / timeline.total)} of it",
         data={
             "step_time_s": timeline.total,
-            "layout": layout,
-            "fits": fits,
+            "layout": str(timeline.layout),
+            "fits": timeline.fits,
             **picked(timeline, "schedule=pipeline.schedule.name simulated_pipeline_s=simulated.makespan"),
             "stretched_by": timeline.scale,
             "stages": stages,
         },
         body=(
-            Text(f"layout: {spaced(layout)}"),
+            Text(f"layout: {spaced(str(timeline.layout))}"),
             tabulate(columns, _chosen(stages)),
             Drawing("\n".join(_drawing(timeline))),
         ),

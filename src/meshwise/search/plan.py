@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError, quoted, refused_value
+from meshwise.core.explanation import Answer
 from meshwise.core.files import parse_json
 from meshwise.core.units import format_time
 from meshwise.costs.engines import find_serving_calibration
@@ -45,7 +46,7 @@ _WRITERS = {
     "serving": "'meshwise plan serve ... --save' or 'estimate serve ... --save'",
 }
 
-#: Why there is no plan where several are compared and Ctrl-C came before the search, or before it found one.
+#: Why one of several compared clusters has no plan: Ctrl-C came before the search, or before it found one.
 NOT_SEARCHED = "not searched: interrupted"
 
 Kind = Literal["training", "serving"]
@@ -60,12 +61,11 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
 _ESTIMATE, _IN_STEP = "estimate", "in_step"
 _SETUP = ("mode", "prefill", "decode", "batch", "prefill_batch", "chunk")
 
-#: What was read from JSON.
-Document = Mapping[str, Any]
+Document = Mapping[str, Any]  # what was read from JSON
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Answer):
     """One layout of a problem, with its estimate.
 
     Args:
@@ -152,7 +152,7 @@ class Plan:
 
 
 @dataclass(frozen=True, repr=False)
-class ServingPlan:
+class ServingPlan(Answer):
     """A setup of a problem, with its estimate.
 
     Args:
@@ -166,8 +166,8 @@ class ServingPlan:
     """What the file that the plan was read from says of its estimate, where it is computed otherwise now."""
 
     def __repr__(self) -> str:
-        on = f"{self.problem.model.name} on {self.setup.num_chips:,} x {self.problem.cluster.chip.title}"
-        return f"<ServingPlan: {on}, {self.setup.decode}: TPOT {format_time(self.estimate.tpot.expected)}>"
+        on = f"{self.setup.num_chips:,} x {self.problem.cluster.chip.title}, {self.setup.decode}"
+        return f"<ServingPlan: {self.problem.model.name} on {on}: TPOT {format_time(self.estimate.tpot.expected)}>"
 
     @property
     def setup(self) -> ServingSetup:

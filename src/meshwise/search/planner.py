@@ -233,7 +233,13 @@ def estimate_layout(
             that can.
     """
     plan, result, share = completed(problem, request, tools, memory_share, progress)
-    return PlanResult((plan,), (*_why_fuller(plan), *winner_reasons(plan, problem.network)), (), result, share)
+    return replace(plan_alone(plan), search=result, memory_share=share)
+
+
+def plan_alone(plan: Plan) -> PlanResult:
+    """A plan as the result of a search that looked at nothing else."""
+    looked = SearchResult((), (), 1, 1, 1, 0, plan.estimate.memory["total"], 0.0)
+    return PlanResult((plan,), (*_why_fuller(plan), *winner_reasons(plan, plan.problem.network)), (), looked)
 
 
 def _why_fuller(plan: Plan) -> Iterator[str]:

@@ -81,7 +81,7 @@ FIELDS = LayoutFields(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout(MeshLayout):
     """Sizes of the mesh axes and the choices of a training plan.
 
@@ -220,6 +220,9 @@ class Layout(MeshLayout):
     def used_axes(self) -> tuple[str, ...]:
         """Axes of more than one device, outermost first."""
         return tuple(a for a in reversed(MESH_AXES) if self.sizes[a] > 1)
+
+    def __repr__(self) -> str:
+        return f"<Layout: {self}>"
 
     def __str__(self) -> str:
         return self.line(experts=self.expert > 1)

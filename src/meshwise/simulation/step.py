@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
+from meshwise.core.explanation import Answer
+from meshwise.costs.estimate import estimate_of, evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import evaluated
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.makespans import PipelineShape, StageTimes
@@ -70,8 +71,8 @@ class Span:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class StepTimeline:
+@dataclass(frozen=True, repr=False)
+class StepTimeline(Answer):
     """A step.
 
     Args:
@@ -82,6 +83,8 @@ class StepTimeline:
             differ in a way that it bounds (`costs.makespans`).
         simulated: the pipeline alone, not stretched.
         begin: seconds from the start of the step to the pipeline's first pass.
+        layout: of the step.
+        fits: whether it fits in memory.
     """
 
     spans: tuple[Span, ...]
@@ -90,6 +93,8 @@ class StepTimeline:
     scale: float
     simulated: Timeline
     begin: float
+    layout: Layout
+    fits: bool
 
     @property
     def stages(self) -> int:
@@ -167,7 +172,8 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     whole = Ledger()
     evaluated(problem, structure, candidates, layout_wires(problem, fabric, layout), ledger=whole)
     ledger = Ledger()
-    step = evaluate_layout(problem, fabric, layout, ledger).step
+    costs = evaluate_layout(problem, fabric, layout, ledger)
+    step, fits = costs.step, estimate_of(problem, layout, costs).fits
     assert ledger.times is not None
     shape = PipelineShape(layout.stage, layout.num_microbatches, layout.virtual_stages)
     pipeline = Pipeline.of(layout.schedule, shape.stages, shape.num_microbatches, shape.virtual_stages)
@@ -206,7 +212,7 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
         spans += [_hidden(stage, n, begin, begin + t) for n, t in behind[Purpose.WEIGHTS].items() if t > _NOTHING]
         spans += [_hidden(stage, n, end - t, end) for n, t in behind[Purpose.GRADIENTS].items() if t > _NOTHING]
     spans.sort(key=lambda s: (s.stage, s.start, s.end))
-    return StepTimeline(tuple(spans), pipeline, step, scale, simulated, begin)
+    return StepTimeline(tuple(spans), pipeline, step, scale, simulated, begin, layout, fits)
 
 
 def _chunk(whole: Ledger, shares: Shares, host: Iterable[HostMove], device_chunks: float) -> _Chunk:
