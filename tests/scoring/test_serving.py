@@ -93,6 +93,20 @@ def test_rates_end_to_end_count_the_prefill():
     assert measured_number(run, 1) == pytest.approx(8 * 129 / 10)
 
 
+def test_a_table_of_tensorrt_llm_means_each_chip():
+    """That of A100 in release 0.6; those of other chips and releases say which they mean."""
+    cells = STATIC | {"measured_metric": "output_tokens_per_s", "unit": "tokens/s", "engine": "TensorRT-LLM"}
+
+    def seconds(chip, software):
+        return measured_number(row(**cells, chip=chip, software=software), 1)
+
+    assert seconds("a100-sxm-80gb", "TensorRT-LLM v0.5.0") == pytest.approx(8 * 129 / 10)
+    assert seconds("l40s", "TensorRT-LLM v0.6.1") == pytest.approx(8 * 129 / 10)
+    assert seconds("a100-sxm-80gb", "TensorRT-LLM v0.6.1") == pytest.approx(8 * 129 / 10 / 2)
+    known = row(**cells, chip="a100-sxm-80gb", software="TensorRT-LLM v0.6.1")
+    assert "each chip" in build_serving_scenario(known, "fitted").assumed[-1]
+
+
 def test_memory_is_without_the_reserve_and_holds_the_caches_of_a_static_batch_once():
     found = predicted(**STATIC, measured_metric="gpu_memory", unit="GB", measured_value="12")
     cache = 8 * 1168 * 32 * 2 * 8 * 128 * 2 / 2  # 1,153 tokens in blocks of 16, over two chips

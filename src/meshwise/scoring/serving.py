@@ -20,7 +20,7 @@ from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_ba
 from meshwise.costs.spread import likely_interval, uncertainty_sources
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
 from meshwise.scoring.rows import ServingRun, duration, measured_bytes, tokens_per_second
-from meshwise.scoring.serving_scenario import ServingScenario, build_serving_scenario
+from meshwise.scoring.serving_scenario import ServingScenario, build_serving_scenario, is_each_chips
 
 #: What of an estimate a row is compared with.
 Compared = Literal["prefill", "step", "steps", "tpot", "ttft", "whole", "memory"]
@@ -181,7 +181,8 @@ def measured_number(run: ServingRun, engines: int) -> float:
         return duration(run)
     tokens = {"prefill": run.prompt_len, "step": 1}.get(compared(run), run.output_len or 0)
     requests = run.batch if run.batch is not None else (run.concurrency or 0) / engines
-    return engines * requests * tokens / tokens_per_second(run)
+    chips = run.n_chips if is_each_chips(run) else 1
+    return engines * requests * tokens / (tokens_per_second(run) * chips)
 
 
 def _fastest(scenario: ServingScenario, what: Compared) -> tuple[ServingEstimate, Interval]:
