@@ -24,6 +24,11 @@ MIXTURE = dense("D=32 L=2 N=4 K=2 H=8 V=64 E=8 top_k=2 Fe=32 Fs=32")
 LONGEST = 64
 
 
+def largest(buckets):
+    """Of each kind of step the last, into which all others fit: buckets that differ in size are alike otherwise."""
+    return list({(b.decoding > 0, b.prefill > 0): b for b in buckets}.values())
+
+
 def engine_of(scheduling, blocks=24, layout=None, model=MODEL, *, ahead=False, sampled=True):
     layout = layout or ServingLayout()
     if layout.ranks > 1:
@@ -31,7 +36,9 @@ def engine_of(scheduling, blocks=24, layout=None, model=MODEL, *, ahead=False, s
         blocks = 16 * layout.ranks
     model = paged_model(model, layout, jax.devices()[: layout.num_chips], pages=blocks, page_tokens=4, dtype=DType.FP32)
     weights = model.initial_weights(3)
-    executor = JaxExecutor(model, weights, scheduling, LONGEST, ahead=ahead, sampled=sampled)
+    buckets = plan_buckets(scheduling, LONGEST, model.fewest_rows)
+    buckets = buckets if layout.num_chips == 1 else largest(buckets)
+    executor = JaxExecutor(model, weights, scheduling, LONGEST, buckets=buckets, ahead=ahead, sampled=sampled)
     return Engine(scheduling, blocks, executor, block_tokens=4, ahead=ahead), weights
 
 
@@ -130,9 +137,9 @@ def test_caches_change_devices_and_no_token(layouts, model):
         schedulings.append(replace(scheduling, ranks=ranks, max_batch=scheduling.max_batch * ranks))
         made = paged_model(model, layout, own, pages=pages * ranks, page_tokens=4, dtype=DType.FP32)
         made = LayeredModel.of(made) if layout.tensor == 2 or layout.num_chips == 1 else made  # as on GPUs, and on CPUs
-        executors.append(
-            JaxExecutor(made, made.initial_weights(3), schedulings[-1], LONGEST, sends=True, sampled=False)
-        )
+        buckets, flags = largest(plan_buckets(schedulings[-1], LONGEST, made.fewest_rows)), {"sampled": False}
+        weights = made.initial_weights(3)
+        executors.append(JaxExecutor(made, weights, schedulings[-1], LONGEST, buckets=buckets, sends=True, **flags))
     executors[1].prepare(executors[:1])
     first, then = schedulings
     decode = Engine(then, 16 * then.ranks, executors[1], block_tokens=4)
@@ -213,7 +220,7 @@ def test_sampled_tokens_do_not_depend_on_who_shares_the_batch():
 
 @pytest.mark.jax
 def test_stop_tokens_and_cancellation():
-    engine, weights = engine_of(Scheduling("chunked", 4, 24))
+    engine, weights = engine_of(Scheduling("chunked", 4, 24), sampled=False)
     expected = alone(weights, [1, 2, 3], 8)
     stopped = EngineRequest([1, 2, 3], 8, Collected(), stops=frozenset(expected[3:4]), block_tokens=4)
     gone = EngineRequest([4] * 9, 40, Collected(), block_tokens=4)

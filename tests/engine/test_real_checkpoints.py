@@ -8,12 +8,13 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.engine.engine import Engine
-from meshwise.engine.executor import JaxExecutor
+from meshwise.engine.executor import JaxExecutor, plan_buckets
 from meshwise.engine.requests import Collected, EngineRequest
 from meshwise.runtime.steps import paged_model
 from meshwise.runtime.weights import open_weights
 from meshwise.scheduling import Scheduling
 from meshwise.sharding.serving import ServingLayout
+from tests.engine.test_engine import largest
 from tests.runtime.golden import Golden
 from tests.runtime.test_real_checkpoints import gemma3, smollm2
 
@@ -31,9 +32,9 @@ def test_greedy_tokens_are_those_of_the_reference_library(find, name, tmp_path):
     )
     weights = model.load(open_weights(find(tmp_path), golden.model))
     scheduling = Scheduling("chunked", 2, 24, prefix_cache=True)
-    engine = Engine(
-        scheduling, PAGES, JaxExecutor(model, weights, scheduling, longest, sampled=False), block_tokens=PAGE
-    )
+    buckets = largest(plan_buckets(scheduling, longest, model.fewest_rows))
+    executor = JaxExecutor(model, weights, scheduling, longest, buckets=buckets, sampled=False)
+    engine = Engine(scheduling, PAGES, executor, block_tokens=PAGE)
     for _ in range(2):  # the second finds the first one's prompt, and both go side by side
         requests = [EngineRequest(prompt, len(expected), Collected(), block_tokens=PAGE) for _ in range(2)]
         for request in requests:
