@@ -263,14 +263,15 @@ LIMITS = ["--max-len", "64", "--max-batch", "2", "--max-step-tokens", "32"]
 class Served:
     """`meshwise serve` in one process, or in two of as many devices each."""
 
-    def __init__(self, folder, processes):
+    def __init__(self, folder, programs, processes):
         self.folder, self.address = folder, f"localhost:{free_port()}"
         port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
         line = [sys.executable, "-m", "meshwise", "serve", MODEL, "--cpu-devices", str(8 // processes), "--tensor", "8",
-                "--port", port, "--compile-cache", str(folder / "cache"), "--name", "m", *LIMITS]  # fmt: skip
+                "--port", port, "--compile-cache", str(programs), "--name", "m", *LIMITS]  # fmt: skip
         together = ["--coordinator", self.address, "--num-processes", "2", "--log", str(folder / "log"), "--process-id"]
-        environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=600"}
+        flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+        environment = {**os.environ, "XLA_FLAGS": flags}
         self.processes = []
         for n in range(processes):
             own = [*line, *([*together, str(n)] if processes > 1 else [])]
@@ -295,9 +296,15 @@ class Served:
             return json.load(answer)["choices"][0]["text"]
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Where programs are kept once they are compiled."""
+    return tmp_path_factory.mktemp("programs")
+
+
 @contextlib.contextmanager
-def served(folder, processes):
-    made = Served(folder, processes)
+def served(folder, programs, processes):
+    made = Served(folder, programs, processes)
     try:
         yield made.wait()
     finally:
@@ -318,11 +325,11 @@ def answers(made):
 
 
 @pytest.mark.slow  # three processes that compile: tokens, decisions and ends are those of one process
-def test_two_processes_answer_as_one(tmp_path):
-    with served(tmp_path, 1) as alone:
+def test_two_processes_answer_as_one(tmp_path, programs):
+    with served(tmp_path, programs, 1) as alone:
         expected = answers(alone)
     assert len(set(expected)) > 6
-    with served(tmp_path, 2) as made:
+    with served(tmp_path, programs, 2) as made:
         assert answers(made) == expected
         with pytest.raises(TimeoutError):
             made.ask(prompt=[5], max_tokens=60, timeout=0.02)  # a client that goes away
@@ -342,8 +349,8 @@ def test_two_processes_answer_as_one(tmp_path):
         (1, "\nError: process 1 has given no sign of life for 20 seconds; all end with it\n"),
     ],
 )
-def test_a_process_that_is_killed_ends_all(lost, said, tmp_path):
-    with served(tmp_path, 2) as made, ThreadPoolExecutor(1) as pool:
+def test_a_process_that_is_killed_ends_all(lost, said, tmp_path, programs):
+    with served(tmp_path, programs, 2) as made, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(made.ask, prompt=[1], max_tokens=60)
         time.sleep(0.3)
         made.processes[lost].kill()
