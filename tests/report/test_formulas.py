@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+import meshwise
+from meshwise.core.units import parse_duration
 from meshwise.costs.calibration import IDENTITY, default_calibration
 from meshwise.costs.explain import collectives_of, paddings, work_out
 from meshwise.costs.fabric import Fabric
@@ -20,6 +22,7 @@ from meshwise.report.bounds import explain_lower, explain_upper, upper_parts
 from meshwise.report.formulas import explain_time, leg_formula
 from meshwise.report.memory import explain_memory, padding_words
 from meshwise.report.plan import estimate_report
+from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.search import Plan, PlanResult, SearchResult
 from meshwise.sharding.layout import MESH_AXES, Layout
 
@@ -272,3 +275,16 @@ def test_what_only_the_first_stage_does_is_not_in_the_slowest_stage(any_plan):
     assert all(c.count_per_step > 0 for c in rows)
     both_ends = any_plan.layout.stage == 1 or any_plan.layout.schedule == "dualpipe"  # on one device
     assert any(c.block == "embed" for c in rows) == both_ends
+
+
+def test_an_operation_of_a_served_step_is_the_sum_that_is_shown():
+    """The longer of two, and what its kernel waits for: on H100s some operations wait and some do not."""
+    answer = meshwise.estimate_serve("llama-3-8b", on="h100:8", prompt=1024, output=256, layout="tensor=8", batch=16)
+    told = serve_explanations(answer.problem, answer)
+    shown = [e for e in told if e.formula.startswith("the longer of FLOPs / rate")]
+    assert {"+" in e.substitution for e in shown} == {True, False}
+    for each in shown:
+        times = re.findall(r"in ([\d.]+ \w+)", each.substitution)
+        waits = re.findall(r"\+ ([\d.]+ \w+)$", each.substitution)
+        total = max(map(parse_duration, times)) + sum(map(parse_duration, waits))
+        assert total == pytest.approx(parse_duration(each.result.split(",")[0]), rel=0.01)

@@ -13,6 +13,7 @@ from meshwise.costs.serving.engine import SlowOperation, slowest_operations
 
 _OWN = "meshwise, docs/serving.md"
 _BOOK = "book, Inference"
+_NOTHING = 1e-12  # seconds
 _RESERVE = "--reserve; engines leave a tenth by default (vLLM's gpu_memory_utilization 0.9)"
 
 
@@ -81,11 +82,14 @@ def _operations(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanatio
 
 def _operation(step: str, op: SlowOperation) -> Explanation:
     slower = "its bytes" if op.memory >= op.compute else "its FLOPs"
+    waits = op.seconds - max(op.compute, op.memory)  # for its kernel to start, for experts' host, for what adds up
+    started = waits > _NOTHING
+    and_start = ", + start of its kernel" if started else ""
     return Explanation(
         f"{step}: {op.name} of {op.block} ({op.copies:g} times)",
-        "the longer of FLOPs / rate and bytes / HBM bandwidth, as achieved",
+        f"the longer of FLOPs / rate and bytes / HBM bandwidth, as achieved{and_start}",
         f"max({format_flops(op.flops)} in {format_time(op.compute)}, {format_bytes(op.num_bytes)} in "
-        f"{format_time(op.memory)})",
+        f"{format_time(op.memory)}){f' + {format_time(waits)}' if started else ''}",
         f"{format_time(op.seconds)}, {slower}; {format_time(op.copies * op.seconds)} in all",
         f"{_BOOK}, linear operations and attention",
     )
