@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.core.units import format_percent
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.fabric import Fabric
-from meshwise.search.candidates import Array, CandidateBatch, Mask
+from meshwise.search.behind import Behind
+from meshwise.search.candidates import Array, CandidateBatch, Index, Mask
 from meshwise.search.until import Until
 from meshwise.sharding.layout import MESH_AXES, Layout
 
@@ -97,6 +99,12 @@ def best_of_kinds(batch: CandidateBatch, kinds: Array, scores: Array, cut: float
     return [int(i) for i in mine[ties]]
 
 
+def of_first(values: Index, number: int) -> Mask:
+    """Which values are among the first so many that differ."""
+    first = np.sort(np.unique(values, return_index=True)[1])[:number]
+    return np.isin(values, values[first])
+
+
 class Front:
     """Layouts that nothing undercuts in both time per token and memory."""
 
@@ -152,10 +160,18 @@ class SearchState:
         self.by_cost, self.seconds_on, self.progress, self.until = objective == "cost", seconds_on, progress, until
         self.ranking, self.front = Ranking(top), Front()
         self.front_on: Fabric | None = None
+        self.behind = Behind()
         self.strategies = self.priced = self.covered = self.infeasible = 0
         self.least_memory = math.inf
         # Scores that no layout undercuts: on the networks to come, and on this one.
         self.elsewhere = self.here = math.inf
+
+    def tell(self, chips: float) -> None:
+        """Say how far the search is, on a network of so many chips."""
+        gap = self.gap
+        known = f"best possible within {format_percent(gap)}, still proving; " if gap < 1 else ""
+        looked = f"{self.behind.words()}; {self.strategies:,} layouts" if self.strategies else self.behind.words()
+        self.progress(f"searching {chips:,.0f} chips: {known}{looked}{self.ranking.words()}")
 
     def tick(self) -> None:
         """Stop where the time is up.

@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwise.core.units import format_percent, format_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.search.asked import COUNTS, SearchResult, SearchSpace
@@ -25,7 +24,7 @@ from meshwise.search.bounds import CHUNK, Groups, ideal_chip_seconds_per_token
 from meshwise.search.candidates import Array, CandidateBatch, Index, Mask, candidate_table, distinct, mesh_blocks
 from meshwise.search.network import LocalTables, SearchedNetwork, keep_freed_memory
 from meshwise.search.pricing import Priced, Pricing
-from meshwise.search.ranking import SearchState, best_of_kinds, kinds_of
+from meshwise.search.ranking import SearchState, best_of_kinds, kinds_of, of_first
 from meshwise.search.space import meshes
 
 #: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
@@ -45,6 +44,10 @@ _FEW = 512
 #: of mixtures, whose experts take an axis.
 _MANY_CHIPS, _SIMPLE, _OF_MIXTURES = 16384, ((3, True), (3, False)), ((3, True), (4, True))
 
+#: Shares of a network's search that are behind with its tables, the first look, bounds, and the ranking where a front
+#: follows; of the ranking when all groups are gone through; of all when few axes are; of all networks with the first.
+_TABLES, _LOOK, _BOUNDED, _RANKED, _GONE_THROUGH, _FEW_AXES, _FIRST = 0.1, 0.2, 0.3, 0.5, 0.9, 0.4, 0.7
+
 #: Rows of a table from which on what was worked out for a network is freed at once: its parts refer to each other.
 _LARGE = 1 << 17
 
@@ -55,16 +58,12 @@ class NetworkSearch:
     Args:
         state: filled.
         network: and what may be chosen on it; of a large one a block of the meshes.
-        block: which, and of how many.
-        started: when the search of the network began, on `time.monotonic`'s clock.
+        last: whether it is the last block.
     """
 
-    def __init__(
-        self, state: SearchState, network: SearchedNetwork, *, block: tuple[int, int] = (0, 1), started: float = 0.0
-    ) -> None:
+    def __init__(self, state: SearchState, network: SearchedNetwork, *, last: bool = True) -> None:
         self.state, self.network, self.pricing = state, network, Pricing(network, state.tick)
-        self.block, self.started = block, started
-        self.share, self.all_priced = block[0] / block[1], False
+        self.last, self.all_priced = last, False
         self.chips = float(math.prod(network.fabric.sizes))
         self.most_seconds = state.seconds_on(self.chips)
         self.for_front = network.fabric is state.front_on
@@ -85,11 +84,16 @@ class NetworkSearch:
             self.all_priced = True
             return
         if math.isinf(self.state.ranking.cut):
+            self._tell(_TABLES)
             self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
-        left = self.rank(bounds.groups(every, self.matters))
+        self._tell(_LOOK)
+        groups = bounds.groups(every, self.matters)
+        with self.state.behind.part(_BOUNDED, _RANKED if self.for_front else 1.0):
+            left = self.rank(groups)
         self.state.here = math.inf  # the front is not what is ranked
         if self.for_front:
-            self.find_front(left)
+            with self.state.behind.part(_RANKED, 1.0):
+                self.find_front(left)
 
     def find_leanest(self, *, exact: bool) -> None:
         """Find the least memory of all layouts where nothing fits; not `exact`, that there are any.
@@ -166,7 +170,7 @@ class NetworkSearch:
         while most > 0 and len(worthy := np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))):
             # The others wait on: they may be on the front.
             chosen = worthy[: _go_of(size, len(worthy))]
-            chosen = chosen[_of_first(batch.choices[chosen], ways)]
+            chosen = chosen[of_first(batch.choices[chosen], ways)]
             batch = self._expand_of(batch, chosen)
             most, size, ways = most - len(chosen), min(_GROWTH * size, CHUNK), 2 * ways
             self._raise_floor(batch.bound)
@@ -206,7 +210,7 @@ class NetworkSearch:
                 self.looked_at = np.concatenate([self.looked_at, self._numbers(chosen)])
                 self.expand_waiting(_GO)
                 batch, size = batch.take(np.delete(np.arange(len(batch)), go)), _GROWTH * size
-        self._tell()
+            self._tell()
 
     def _numbers(self, batch: CandidateBatch) -> Index:
         """A number for each candidate of the network."""
@@ -245,24 +249,16 @@ class NetworkSearch:
             self.rest = min(float(beyond[end]), float(pool.bound.min(initial=math.inf)))
             self._raise_floor(self.waiting.bound)
             begin, size = end, min(_GROWTH * size, CHUNK)
-            self.share = (self.block[0] + begin / len(groups)) / self.block[1]
-            self._tell()
+            self._tell(_GONE_THROUGH * begin / max(int(self.below_cut(groups.bound).sum()), begin))
         self._price(pool, math.inf)
         self.rest = math.inf
         self.expand_waiting(len(self.waiting))
         return groups.take(slice(begin, None))
 
-    def _tell(self) -> None:
-        """How far the search is: the share of what may have to be looked at, best bound first."""
-        state, seconds = self.state, time.monotonic() - self.started
-        left = f", about {format_time(seconds / self.share - seconds)} left" if self.share else ""
-        share = f"{math.floor(100 * self.share)}% of {state.strategies:,} layouts{left}"
-        if self.share == 1:  # their bounds are known; those that may still be best are not all priced
-            share = f"pricing what is left of {state.strategies:,} layouts"
-        looked = f"{share}{state.ranking.words()}"
-        gap = state.gap
-        known = f"best possible within {format_percent(gap)}, still proving; " if gap < 1 else ""
-        state.progress(f"searching {self.chips:,.0f} chips: {known}{looked}")
+    def _tell(self, share: float = 0.0) -> None:
+        """Say how far the search is, and that this share of what it is at is behind."""
+        self.state.behind.at(share)
+        self.state.tell(self.chips)
 
     def _price(self, batch: CandidateBatch, beyond: float = 0.0) -> None:
         """Let those that fit wait with their bounds, and expand some: best first, until none matters.
@@ -297,9 +293,10 @@ class NetworkSearch:
         """
         front, pricing = self.state.front, self.pricing
         left, self.waiting = self._undominated(self.waiting), CandidateBatch.none()
-        begin, size = 0, CHUNK // 8
+        begin, size, rounds = 0, CHUNK // 8, 0
         while True:
-            self._expand_front(left)
+            each = 1 / (rounds + 1 + math.log2(1 + len(groups) / size))  # of the rounds, as far as they are known
+            self._expand_front(left, rounds * each, each)
             groups = groups.take(slice(begin, int(np.searchsorted(groups.bound, front.reach))))
             groups = groups.take(np.flatnonzero(~front.dominated(groups.bound, groups.memory)))
             if not len(groups):
@@ -308,11 +305,11 @@ class NetworkSearch:
             possible = self._undominated(self._fitting(pricing.bounds.members_of(groups.take(slice(0, size)))))
             self.state.priced += len(possible)
             left = self._undominated(pricing.bounded(possible))
-            begin, size = size, 2 * size
+            begin, size, rounds = size, 2 * size, rounds + 1
 
-    def _expand_front(self, left: CandidateBatch) -> None:
+    def _expand_front(self, left: CandidateBatch, behind: float, share: float) -> None:
         """Price the placements of candidates that may enter the front, in rounds, until none is left."""
-        left = left.by_bound()
+        left, number = left.by_bound(), len(left)
         while len(left):
             # Those that no other bounds in both time and memory, and some more.
             chosen = np.zeros(len(left), bool)
@@ -322,16 +319,11 @@ class NetworkSearch:
                 chosen[rest[np.r_[True, lowest[1:] < lowest[:-1]]]] = True
             self.expand(left.take(np.flatnonzero(chosen)))
             left = self._undominated(left.take(np.flatnonzero(~chosen)))
+            self._tell(behind + share * (1 - len(left) / number))
 
     def _undominated(self, batch: CandidateBatch) -> CandidateBatch:
         front = self.state.front
         return batch.where((batch.bound < front.reach) & ~front.dominated(batch.bound, batch.memory))
-
-
-def _of_first(values: Index, number: int) -> Mask:
-    """Which values are among the first so many that differ."""
-    first = np.sort(np.unique(values, return_index=True)[1])[:number]
-    return np.isin(values, values[first])
 
 
 def _go_of(size: int, left: int) -> int:
@@ -377,6 +369,7 @@ def search(
     networks = [(fabric, math.prod(fabric.sizes)) for fabric in fabrics]
     ideal = ideal_chip_seconds_per_token(problem, space.choices) if len(networks) > 1 else 0.0  # what may be skipped
     least = [float(state.score(ideal / chips, chips)) for _, chips in networks]
+    ends = [0.0, *np.linspace(_FIRST if len(networks) > 1 else 1.0, 1.0, len(networks)).tolist()]
     try:
         for i, (fabric, chips) in enumerate(networks):
             state.here, state.elsewhere = least[i], min(least[i + 1 :], default=math.inf)
@@ -386,7 +379,9 @@ def search(
                 if space.front:
                     state.front_on = state.front_on or fabric
                 simple_first = not (space.front or limited) and math.isinf(state.ranking.cut)
-                _search_fabric(state, local, space, fabric, simple_first=simple_first)
+                with state.behind.part(ends[i], ends[i + 1]):
+                    state.tell(chips)
+                    _search_fabric(state, local, space, fabric, simple_first=simple_first)
     except KeyboardInterrupt:
         if not state.ranking.best:
             raise
@@ -406,10 +401,12 @@ def _search_simple(state: SearchState, local: LocalTables, space: SearchSpace, f
     """Search layouts of few axes on a large network: a cut near the end's spares the bounds of most others."""
     before = {name: getattr(state, name) for name in (*COUNTS, "least_memory", "here", "elsewhere")}
     state.elsewhere = min(state.here, state.elsewhere)  # of layouts of more axes no more is known
-    for axes, usual in _OF_MIXTURES if local.problem.model.mixtures else _SIMPLE:
+    rounds = _OF_MIXTURES if local.problem.model.mixtures else _SIMPLE
+    for number, (axes, usual) in enumerate(rounds):
         limits, choices = replace(space.limits, most_axes=axes), space.choices.usual if usual else space.choices
         few = replace(space, limits=limits, choices=choices, leanest=False)
-        _search_fabric(state, local, few, fabric)
+        with state.behind.part(number / len(rounds), (number + 1) / len(rounds)):
+            _search_fabric(state, local, few, fabric)
     for name, value in before.items():  # they come again
         setattr(state, name, value)
 
@@ -418,13 +415,15 @@ def _search_fabric(
     state: SearchState, local: LocalTables, space: SearchSpace, fabric: Fabric, *, simple_first: bool = False
 ) -> None:
     """Search one network, block by block."""
-    job, started = local.problem.job, time.monotonic()
+    job = local.problem.job
     cut = {"micro_batch": space.micro_batch, "num_microbatches": space.num_microbatches}
     chips = math.prod(fabric.sizes)
     blocks = mesh_blocks(job, local.meshes(space, meshes(chips, space.limits)), **cut)
-    if simple_first and (chips >= _MANY_CHIPS or len(blocks) > 1):
-        _search_simple(state, local, space, fabric)
-    here, elsewhere = state.here, state.elsewhere
+    simple = _FEW_AXES if simple_first and (chips >= _MANY_CHIPS or len(blocks) > 1) else 0.0
+    if simple:
+        with state.behind.part(0, simple):
+            _search_simple(state, local, space, fabric)
+    here, elsewhere, ends = state.here, state.elsewhere, np.linspace(simple, 1.0, len(blocks) + 1).tolist()
 
     def searches() -> Iterator[NetworkSearch]:
         for i, block in enumerate(blocks):
@@ -432,15 +431,16 @@ def _search_fabric(
             if len(table):
                 network = SearchedNetwork(local, space, fabric, table)
                 if network.variants:  # some tool takes
-                    yield NetworkSearch(state, network, block=(i, len(blocks)), started=started)
+                    with state.behind.part(ends[i], ends[i + 1]):
+                        yield NetworkSearch(state, network, last=i + 1 == len(blocks))
                 del network
             if len(table) > _LARGE:
                 del table
                 gc.collect()
 
     for each in searches():
-        last = each.block[0] == len(blocks) - 1  # else no more is known of the other blocks
-        state.here, state.elsewhere = here, elsewhere if last else min(here, elsewhere)
+        # Before the last no more is known of the other blocks.
+        state.here, state.elsewhere = here, elsewhere if each.last else min(here, elsewhere)
         each.run()
         if len(blocks) == 1:
             each.find_leanest(exact=space.leanest)
