@@ -200,6 +200,7 @@ def find_serving_plans(
     until, constraints = Until.after(time_limit, spare=spare), request.constraints_on(problem)
     try:
         if not request.simulates:
+            until = until.telling(progress)
             return plan_serving(problem, constraints=constraints, top=request.top, until=until)
         targets, requests = LatencyTargets(request.max_ttft, request.max_tpot), request.requests(problem.load)
         return plan_simulated(problem, constraints, targets, requests, request.top, progress, until)

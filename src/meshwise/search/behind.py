@@ -13,6 +13,9 @@ from meshwise.core.units import format_time
 class Behind:
     """The share of a search that is behind. It never falls, and jumps where a part proves needless.
 
+    Args:
+        doing: what is being done, for those who are told; it may be changed.
+
     >>> behind = Behind()
     >>> with behind.part(0, 0.4):
     ...     behind.at(0.5)
@@ -20,8 +23,8 @@ class Behind:
     0.4
     """
 
-    def __init__(self) -> None:
-        self.began, self.share = time.monotonic(), 0.0
+    def __init__(self, doing: str = "") -> None:
+        self.doing, self.began, self.share = doing, time.monotonic(), 0.0
         self._begin, self._size = 0.0, 1.0
 
     @contextmanager

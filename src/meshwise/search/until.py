@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from meshwise.search.behind import Behind
 
 
 class OutOfTime(KeyboardInterrupt):
@@ -22,15 +24,23 @@ class Until:
     Args:
         at: on `time.monotonic`'s clock; infinite for never.
         spare: whether there is another plan to give, so that the user's interruption need not wait for one.
+        told: who is told how far the search is, at each tick.
+        behind: how far that is.
     """
 
     at: float = math.inf
     spare: bool = False
+    told: Callable[[str], None] | None = None
+    behind: Behind = field(default_factory=Behind, compare=False)
 
     @classmethod
     def after(cls, time_limit: float | None, *, spare: bool = False) -> Until:
         """So many seconds from now; None for never."""
         return cls(math.inf if time_limit is None else time.monotonic() + time_limit, spare)
+
+    def telling(self, told: Callable[[str], None]) -> Until:
+        """The same for a search that begins, and tells how far it is."""
+        return replace(self, told=told, behind=Behind("searching layouts"))
 
     @property
     def left(self) -> float | None:
@@ -48,13 +58,19 @@ class Until:
         return OutOfTime() if self.over else KeyboardInterrupt()
 
     def tick(self) -> None:
-        """Stop where the time is up.
+        """Stop where the time is up; else tell how far the search is.
 
         Raises:
             OutOfTime: it is.
         """
         if self.over:
             raise OutOfTime
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell how far the search is."""
+        if self.told is not None:
+            self.told(f"{self.behind.doing}: {self.behind.words()}")
 
 
 def even_shares(time_limit: float | None, number: int) -> Iterator[float | None]:

@@ -64,6 +64,16 @@ def test_the_share_done_is_told_from_the_beginning(planning):
     assert any("left" in line for line in said)
 
 
+@pytest.mark.parametrize("more", [{}, {"rate": 20, "max_ttft": "300ms"}])
+def test_the_share_of_all_of_a_search_never_falls(more):
+    told = []
+    meshwise.plan_serve("gemma-2-2b", **LOAD, **more, progress=told.append)
+    shares = [int(line.split(": ")[1].split("%")[0]) for line in told]
+    assert shares == sorted(shares)
+    assert shares[0] < 20 < shares[-1]
+    assert all(" left" in line for line, share in zip(told, shares, strict=True) if share)
+
+
 def test_the_objective_holds_beside_percentiles():
     fast = meshwise.plan_serve("llama-3-8b", **LOAD, objective="tpot", max_ttft="300ms")
     tpot = [p.estimate.tpot.expected for p in fast.simulated]

@@ -44,6 +44,9 @@ from meshwise.search.tools import ServingTool
 from meshwise.search.until import Until
 from meshwise.simulation.serving import LatencyTargets
 
+#: Share of a search that is behind when layouts are priced.
+_TABLES = 0.4
+
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
@@ -136,7 +139,8 @@ def plan_serving(
     """
     constraints, until = constraints or ServingConstraints(), until or Until()
     began = time.process_time()
-    tables = tables or priced_tables(problem, constraints, until)
+    with until.behind.part(0, 0.0 if tables else _TABLES):
+        tables = tables or priced_tables(problem, constraints, until)
     if constraints.tools_optional:
         with contextlib.suppress(InfeasibleError):
             within = replace(constraints, tools_optional=False)

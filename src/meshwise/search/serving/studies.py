@@ -10,9 +10,8 @@ be sent to: replicas, their steps, how they schedule. Not here: one search (`pla
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from meshwise.core.errors import InfeasibleError
@@ -69,6 +68,9 @@ _BEGIN, _STEP, _BEST, _OTHER = 0.88, 1.12, 0.02, 0.1
 #: Plans that serve less than this share of the best are not answers.
 _WORTH = 0.6
 
+#: Share of a search that is behind when layouts are priced.
+_TABLES = 0.2
+
 #: Told what is being done.
 _Tell = Callable[[str], None]
 
@@ -101,11 +103,12 @@ def plan_simulated(  # noqa: PLR0917 -- what is asked, then how
         InfeasibleError: no proposed plan keeps the targets; says what came nearest.
         OutOfTime: the time was up before one was known to; KeyboardInterrupt, where the user interrupted.
     """
-    progress("searching layouts: 0 %")
-    until = until or Until()
-    tables = priced_tables(problem, constraints, until)
-    search = _SimulatedSearch(problem, constraints, targets, requests, progress, tables, until)
-    return search.highest(top) if constraints.rate is None else search.fewest_chips(constraints.rate, top)
+    until = (until or Until()).telling(progress)
+    with until.behind.part(0, _TABLES):
+        tables = priced_tables(problem, constraints, until)
+    search = _SimulatedSearch(problem, constraints, targets, requests, tables, until)
+    with until.behind.part(_TABLES, 1):
+        return search.highest(top) if constraints.rate is None else search.fewest_chips(constraints.rate, top)
 
 
 @dataclass(frozen=True)
@@ -150,10 +153,8 @@ class _SimulatedSearch:
     constraints: ServingConstraints
     targets: LatencyTargets
     requests: Callable[[float, int], Load]
-    progress: _Tell
     tables: Tables
     until: Until
-    began: float = field(default_factory=time.monotonic)
 
     def _plans(self, constraints: ServingConstraints, top: int) -> ServingPlanResult:
         return plan_serving(self.problem, constraints=constraints, top=top, tables=self.tables, until=self.until)
@@ -164,15 +165,15 @@ class _SimulatedSearch:
 
     def _say(self, done: float, what: str) -> None:
         """Say what is done, and the share of all of it that is behind."""
-        seconds = time.monotonic() - self.began
-        left = f", at most {format_time(seconds / done - seconds)} left" if done else ""
-        self.progress(f"simulating {what}: {done:.0%} done{left}")
+        self.until.behind.doing = f"simulating {what}"
+        self.until.behind.at(done)
+        self.until.tell()
 
     def fewest_chips(self, rate: float, top: int) -> ServingPlanResult:
         """Serve a rate on few chips: plans that closed forms propose with more and more room, until some keep it."""
         missed: dict[object, _Sent] = {}
         for number, room in enumerate(_ROOM):
-            self._say(number / len(_ROOM), f"plans for {room:g} times the rate")
+            self._say(1 - 0.5**number, f"plans for {room:g} times the rate")
             try:
                 planning = self._plans(replace(self.constraints, rate=rate * room), max(top, _EACH))
             except InfeasibleError:
@@ -181,7 +182,9 @@ class _SimulatedSearch:
                 break
             kept, complete = list[SimulatedPlan](), True
             try:
-                for sent in (_Sent.of(self.problem, e) for e in planning.plans if e.setup not in missed):
+                new = [_Sent.of(self.problem, e) for e in planning.plans if e.setup not in missed]
+                for done, sent in enumerate(new):
+                    self._say(1 - 0.5 ** (number + done / len(new)), f"plans for {room:g} times the rate")
                     if plan := self._kept(sent, rate):
                         kept.append(plan)
                     else:

@@ -8,7 +8,7 @@ all places of a mesh on the network, of which the fastest is kept. Not here: whi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -45,6 +45,9 @@ _PLACES = 1024
 
 #: How often the fastest place of each mesh is asked which others it beats.
 _ROUNDS = 4
+
+#: Shares of the tables that are behind when layouts are found, and when prefill is priced.
+_FOUND, _PREFILL = 0.05, 0.3
 
 #: Chips of engines that are priced in a moment.
 _SMALL = 64
@@ -160,12 +163,12 @@ class Tables:
         """
         sizes = engine_sizes(fabric)
         try:
-            return cls._of(problem, fabric, sizes, max_batch, forbid, until.tick)
+            return cls._of(problem, fabric, sizes, max_batch, forbid, until)
         except KeyboardInterrupt as stopped:
             if until.spare and not isinstance(stopped, OutOfTime):
                 raise
             small = tuple(n for n in sizes if n <= _SMALL)
-            return replace(cls._of(problem, fabric, small, max_batch, forbid, lambda: None), whole=False)
+            return replace(cls._of(problem, fabric, small, max_batch, forbid, Until()), whole=False)
 
     @classmethod
     def _of(  # noqa: PLR0917 -- as `priced`
@@ -175,13 +178,15 @@ class Tables:
         sizes: tuple[int, ...],
         max_batch: int,
         forbid: tuple[str, ...],
-        tick: Callable[[], None],
+        until: Until,
     ) -> Tables:
         keys: dict[object, int] = {}
-        into, out = (candidates(problem, fabric, step, sizes, forbid, tick) for step in ("prefill", "decode"))
-        prefill = make_table(problem, fabric, "prefill", into, _PROMPTS, keys=keys, tick=tick)
-        batches = batch_grid(max_batch)
-        decode = make_table(problem, fabric, "decode", out, batches, prompts=_PROMPTS, keys=keys, tick=tick)
+        into, out = (candidates(problem, fabric, step, sizes, forbid, until.tick) for step in ("prefill", "decode"))
+        with until.behind.part(_FOUND, _PREFILL):
+            prefill = make_table(problem, fabric, "prefill", into, _PROMPTS, keys=keys, until=until)
+        with until.behind.part(_PREFILL, 1):
+            batches = batch_grid(max_batch)
+            decode = make_table(problem, fabric, "decode", out, batches, prompts=_PROMPTS, keys=keys, until=until)
         return cls(problem, fabric, prefill, decode)
 
     @property
@@ -214,7 +219,7 @@ def make_table(
     *,
     prompts: Sequence[int] = (),
     keys: dict[object, int],
-    tick: Callable[[], None] = lambda: None,
+    until: Until = Until(),  # noqa: B008  (a value)
 ) -> Table:
     """Price every candidate at every batch.
 
@@ -225,13 +230,15 @@ def make_table(
         batches: requests, or prompts that are prefilled together.
         prompts: numbers of prompts whose caches a decoding engine may hold besides.
         keys: numbers given so far to ways of storing weights, and to meshes, shared by both steps.
-        tick: called before each structure; raises what ends the search.
+        until: asked and told before each block of meshes.
     """
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
     columns: dict[str, _Column] = defaultdict(_Column)
     held, places, kinds = [np.zeros((len(prompts), 0))], 0, 0
+    every = max(sum(len(whole.places) for whole in found), 1)
     for group in (block for whole in found for block in whole.blocks(_PLACES)):
-        tick()
+        until.behind.at(places / every)
+        until.tick()
         steps = _step_sizes(problem.load, step, batch, group.mesh)
         extents = step_extents(problem, step, group.structure, part_of_sequences(steps[0]))
         timed = _timed(problem, fabric, step, group, steps, extents)
