@@ -91,6 +91,8 @@ def sweep(request: SweepRequest, *, progress: Tell = silent) -> Sweep:
             if key in refused:
                 table.add({**_asked(key, questions[key]), **refused[key]})
         begun = time.monotonic()
+        if asked:
+            progress(f"0 of {len(asked):,} questions (0%)")  # its first answer waits for processes to start
         for done, (place, found) in enumerate(workers.run(answer, [questions[key] for key in asked]), 1):
             row = {STATUS: "failed", REASON: found.reason} if isinstance(found, Lost) else found
             table.add({**_asked(asked[place], questions[asked[place]]), **row})
