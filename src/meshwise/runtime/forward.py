@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -22,10 +23,10 @@ from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.narrow import Narrow
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.paged import attend_paged, new_tokens
-from meshwise.runtime.products import PlacedProducts, multiply
+from meshwise.runtime.products import PlacedProducts, Reduced, multiply, others, reduced_in_turn
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Watched, plain
+from meshwise.runtime.watched import Watched, plain, values_together
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
 
@@ -34,6 +35,10 @@ _CACHED = ("cache.k", "cache.v")
 
 #: Both together, for a kernel that reads them so.
 _JOINED = ("cache.kv",)
+
+
+#: A weight, and where it is read.
+Gathered = tuple[Tensor, Sharding]
 
 
 @dataclass
@@ -46,6 +51,7 @@ class _Walk:
     held: dict[str, Sharding]
     copies: dict[tuple[str, Sharding], jax.Array] = field(default_factory=dict)
     rings: Mapping[str, CollectiveProducts] = field(default_factory=dict)  # by the name of each product
+    sinks: Mapping[str, jax.Array] = field(default_factory=dict)  # of weights whose gradients are reduced in turn
 
     def bring(self, t: Tensor, wanted: Sharding) -> jax.Array:
         """Tensor `t` where an operation reads it; a copy that was made before is read again."""
@@ -62,6 +68,56 @@ class _Walk:
                 moved = checkpoint_name(moved, t.name)
             self.copies[t.name, wanted] = moved
         return self.copies[t.name, wanted]
+
+    def take_turns(self, block: Block) -> None:
+        """Have the gradients of a layer's matrices reduced one after the other."""
+        if not self.placement.in_turn or block.role != "layer":
+            return
+        read = [op for op in block.ops if isinstance(op, Einsum) and op.inputs[1].kind is Kind.WEIGHT]
+        found: dict[str, Reduced] = {}
+        for op in read:
+            weight, splits = op.inputs[1], self.placement.splits(op)
+            held, own = Sharding.of(weight.axes, splits), self.arrays[weight.name]
+            over = {m for s in splits.values() for m in self.placement.split(s)} - held.splitting_axes
+            once = sum(weight.name == other.inputs[1].name for other in read) == 1
+            if once and isinstance(own, Watched) and over == {*others(held, self.placement)} != set():
+                found[weight.name] = own.sink, held, self.placement.reduced(weight.axes)
+        if len(found) > 1:
+            self.sinks = reduced_in_turn(found, self.placement)
+
+    def gather_in_order(self, block: Block) -> None:
+        """Gather what the first product of a layer with experts reads before all others' weights, and experts' last.
+
+        They share the wires: gathers of experts, large and started early, would hold up what is read first.
+        """
+        routes = [n for n, op in enumerate(block.ops) if isinstance(op, Route)]
+        if not self.placement.in_turn or not routes:
+            return
+        read = [n for n, op in enumerate(block.ops) if isinstance(op, Einsum) and op.inputs[1].kind is Kind.WEIGHT]
+        edges = [0, min(read) + 1, routes[0], len(block.ops)]
+        before: list[Gathered] = []
+        for ops in (block.ops[a:b] for a, b in pairwise(edges)):
+            found = ((t, self._gathered(op, t)) for op in ops for t in op.inputs)
+            group = [(t, at) for t, at in found if at is not None]
+            copies = [self.copies[t.name, at] for t, at in before]
+            copies, own = values_together((copies, [self.arrays[t.name] for t, _ in group]))
+            self.copies.update(((t.name, at), copy) for (t, at), copy in zip(before, copies, strict=True))
+            self.arrays.update((t.name, array) for (t, _), array in zip(group, own, strict=True))
+            for t, at in group:
+                self.bring(t, at)
+            before = group or before
+
+    def _gathered(self, op: Op, t: Tensor) -> Sharding | None:
+        """Where an operation reads a weight that is gathered for it."""
+        if t.kind is not Kind.WEIGHT:
+            return None
+        wanted, spec = self.placement.at(op, t), self.placement.spec
+        return wanted if spec(wanted) != spec(self.held[t.name]) else None
+
+    def read_weight(self, t: Tensor, wanted: Sharding) -> Any:
+        """A weight where an operation reads it, beside the sink of its turn."""
+        found: Any = self.bring(t, wanted)
+        return Watched(found.value, self.sinks[t.name]) if t.name in self.sinks else found
 
     def run(self, ops: Sequence[Op]) -> None:
         """Execute operations in order; as one those between a dispatch and its combination, and a loss in chunks."""
@@ -92,8 +148,8 @@ class _Walk:
         inputs = (replace(t, kind=Kind.ACTIVATION) for t in dispatch.inputs)
         x, gates = (self.bring(t, self.placement.at(dispatch, t)) for t in inputs)
         chosen = self.arrays[f"{dispatch.inputs[1].name}.chosen"]
-        weights = {t.name: self.bring(t, sharding) for t, sharding in experts.weights}
-        self._keep(combine, experts.run(x, gates, chosen, weights))
+        weights = {t.name: self.read_weight(t, sharding) for t, sharding in experts.weights}
+        self._keep(combine, experts.run(x, gates, chosen, weights, in_turn=self.sinks.keys()))
 
     def _run_ring(self, products: CollectiveProducts) -> None:
         """Execute products that share a collective, all at once."""
@@ -116,7 +172,7 @@ class _Walk:
             splits[op.key_axis] = splits.get(op.query_axis, ())
         read = (*op.inputs, _denominator(op.inputs[0])) if op.name == "sinks" else op.inputs
         at = new_tokens(op, splits) if isinstance(op, Attention) and self.around.paged is not None else splits
-        inputs = [self.bring(t, Sharding.of(t.axes, at)) for t in read]
+        inputs = [self.read_weight(t, Sharding.of(t.axes, at)) for t in read]
         if isinstance(op, Lookup):
             with jax.named_scope(op.name):
                 self._keep(op, look_up(op, inputs[0], inputs[1], self.placement, splits))
@@ -142,7 +198,8 @@ class _Walk:
             weight: Any = inputs[1]
             if isinstance(weight, Narrow):
                 return weight.multiply(op, inputs[0])
-            return multiply(op, inputs[0], weight, self.placement, splits)
+            in_turn = op.inputs[1].name in self.sinks
+            return multiply(op, inputs[0], weight, self.placement, splits, in_turn=in_turn)
         if op.name == "top_k":
             return self._choose(op, inputs, splits)
         if isinstance(op, Elementwise):
@@ -251,5 +308,7 @@ def run_block(
             walk.held[name] = strategy.stored(t.axes, "weights")
         else:
             walk.held[name] = strategy.home(t.axes)
+    walk.take_turns(block)
+    walk.gather_in_order(block)
     walk.run(block.ops)
     return {name: walk.arrays[name] for name in (*block.outputs, *(c for c in (*_CACHED, *_JOINED) if c in arrays))}

@@ -8,7 +8,7 @@ here: experts without slots (`ragged`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,16 @@ class Experts:
         """Weights of the experts, and where the operations read them."""
         return tuple((t, self.placement.at(op, t)) for op in self.ops for t in op.inputs if t.kind is Kind.WEIGHT)
 
-    def run(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:
+    def run(
+        self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays, in_turn: Collection[str] = ()
+    ) -> jax.Array:
         """Send tokens to their experts, compute, and bring the results back.
 
         Args:
             x: tokens [B, T, D] where the dispatch reads them.
             gates, chosen: weights and numbers of each token's experts [B, T, top_k], likewise.
             weights: of the experts by name, where the operations read them.
+            in_turn: names of weights whose sinks are of `reduced_in_turn`.
 
         Returns: the combination [B, T, D], where it lives.
         """
@@ -104,7 +107,7 @@ class Experts:
         x_spec, gates_spec = (placement.spec(placement.at(self.dispatch, t)) for t in self.dispatch.inputs)
         held = {t.name: spread_spec(sharding, placement) for t, sharding in self.weights}
         copies = {
-            t.name: spread(weights[t.name], sharding, placement.reduced(t.axes), placement)
+            t.name: spread(weights[t.name], sharding, placement.reduced(t.axes), placement, in_turn=t.name in in_turn)
             for t, sharding in self.weights
         }
         home = placement.spec(placement.strategy.home(self.combine.output.axes))

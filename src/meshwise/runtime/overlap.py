@@ -61,10 +61,12 @@ def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> d
 def _in_flight(layout: Layout) -> int:
     """As many collectives as weights of a layer are gathered ahead, and others beside them.
 
-    Activations' own, or sums over data where weights' gradients come first (`Placement.weights_first`), of which all
-    of a layer may wait for its last products. Beside both, by schedules that were compared, one at a time.
+    Activations' own, or gathers and sums over data, on links of their own. With `fsdp` alone, where gradients are
+    reduced in turn (`Placement.in_turn`), one of them and a gather: more would wait for one another on the wires.
+    Beside both, by schedules that were compared, one at a time.
     """
     activations = layout.tensor * layout.context * layout.ulysses > 1
+    others = activations or layout.expert * layout.stage > 1
     if layout.zero and layout.data > 1:
-        return 1 if activations or layout.expert * layout.stage > 1 else 8
-    return 8 if activations else 4
+        return 1 if others else 8
+    return 8 if activations else 4 if others else 2

@@ -132,11 +132,12 @@ def _with_keys(segments: list[Segment]) -> tuple[Segment, ...]:
 
 
 def watch(weights: Any, parameters: Any, placement: Placement, dtype: Any) -> Any:
-    """Put sinks of this format beside all weights of a tree whose gradients have another format or shape."""
+    """Put sinks of this format beside all weights of a tree whose gradients have another format or shape, or turns."""
 
     def one(parameter: Parameter, w: jax.Array) -> Any:
         shape = parameter.sum_shape(placement)
-        return w if (w.shape, w.dtype) == (shape, dtype) else Watched(w, jnp.zeros(shape, dtype))
+        alike = (w.shape, w.dtype) == (shape, dtype) and not placement.in_turn
+        return w if alike else Watched(w, jnp.zeros(shape, dtype))
 
     return jax.tree.map(one, parameters, weights)
 

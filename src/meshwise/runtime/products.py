@@ -10,6 +10,7 @@ accumulated. Not here: where a layout puts what (`shardings`), rings (`collectiv
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec
 from meshwise.core.tensors import Einsum, Kind, Tensor
 from meshwise.runtime.circle import Circle
 from meshwise.runtime.collective_matmul import Equation, gathered_products, scattered_products
+from meshwise.runtime.kernels.counted import timed
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, linear, mapped, product, with_gradient
 from meshwise.sharding import Sharding
@@ -173,7 +175,13 @@ _STAGES = frozenset({"stage"})
 
 
 def multiply(
-    op: Einsum, x: jax.Array, w: jax.Array | Watched, placement: Placement, splits: Mapping[str, tuple[str, ...]]
+    op: Einsum,
+    x: jax.Array,
+    w: jax.Array | Watched,
+    placement: Placement,
+    splits: Mapping[str, tuple[str, ...]],
+    *,
+    in_turn: bool = False,
 ) -> jax.Array:
     """Multiply where a layout places it.
 
@@ -182,6 +190,7 @@ def multiply(
         x, w: its inputs, where `splits` has them.
         placement: of the layout.
         splits: of the operation's iteration space.
+        in_turn: whether the sink of `w` is of `reduced_in_turn`, which adds up the gradients of devices.
 
     Returns: the product, whose partial sums are still to be said complete.
     """
@@ -189,25 +198,81 @@ def multiply(
         return named_einsum(op, x, w)
     left, right, out = letters = subscripts(op, op.axes)
     held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)
-    partial = [m for s in splits.values() for m in s if m not in held.splitting_axes]
+    over = [m for s in splits.values() for m in s if m not in held.splitting_axes]
 
     def reduced(x: jax.Array, gradient: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         def local(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-            part = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
+            with timed(f"{left},{out}->{right}", x, gradient) if known else nullcontext():
+                part = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
             if first:
                 part, gradient = jax.lax.optimization_barrier((part, gradient))
-            return placement.add_up(part, held, back, partial), gradient
+            return part[None] if in_turn else placement.add_up(part, held, back, over), gradient
 
         reads = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in (op.inputs[0], op.output))
-        return placement.local(local, reads, (placement.sum_spec(back), reads[1]))(x, gradient)
+        made = spread_spec(held, placement) if in_turn else placement.sum_spec(back)
+        return placement.local(local, reads, (made, reads[1]))(x, gradient)
 
     gathered = placement.spec(held) != placement.spec(placement.strategy.stored(op.inputs[1].axes, "weights"))
-    in_turn = op.name == "lm_head" and (gathered or not placement.weights_first)
-    first = placement.weights_first and not in_turn
-    return product(letters, x, w, reduced, first=first, in_turn=in_turn)
+    known = placement.is_nvidia and "expert" not in placement.axes  # by schedules that were compared
+    after = op.name == "lm_head" and (gathered or not placement.weights_first)
+    first = placement.weights_first and not after
+    return product(letters, x, w, reduced, first=first, after=after)
 
 
-def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
+#: The sink of a weight, how operations read the weight, and where its gradient is reduced to.
+Reduced = tuple[jax.Array, Sharding, Sharding]
+
+
+def reduced_in_turn(weights: Mapping[str, Reduced], placement: Placement) -> dict[str, jax.Array]:
+    """Sinks for each device's own gradients, which are added up over devices one after the other, the last first.
+
+    They share the wires: a scheduler that takes sums in flight together for as fast as each alone starts them too late.
+
+    Args:
+        weights: by name, in the order in which they are read.
+        placement: of the layout.
+
+    Returns: sinks as `spread_spec` says.
+    """
+
+    def apart(sinks: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: _each_has(sink, *weights[name][1:], placement) for name, sink in sinks.items()}
+
+    def added_up(gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        found: dict[str, jax.Array] = {}
+        for name in reversed([*weights]):
+            own, before = gradients[name], next(reversed(found), None)
+            if before is not None:
+                own, found[before] = jax.lax.optimization_barrier((own, found[before]))
+            found[name] = _add_copies(own, *weights[name][1:], placement)
+        return found
+
+    return linear(apart, added_up)({name: sink for name, (sink, *_) in weights.items()})
+
+
+def _each_has(sink: jax.Array, held: Sharding, back: Sharding, placement: Placement) -> jax.Array:
+    """What each device adds up for itself: a sink as large as what it reads of the weight."""
+    pending = bool(placement.pending(back))
+
+    def read(sink: jax.Array) -> jax.Array:
+        ways = (placement.ways(b) // placement.ways(h) for b, h in zip(back.splits, held.splits, strict=True))
+        shape = sink.shape[1:] if pending else sink.shape
+        return jnp.broadcast_to(sink.reshape(-1)[0], (1, *(n * m for n, m in zip(shape, ways, strict=True))))
+
+    return placement.local(read, placement.sum_spec(back), spread_spec(held, placement))(sink)
+
+
+def _add_copies(gradients: jax.Array, held: Sharding, back: Sharding, placement: Placement) -> jax.Array:
+    """The gradients of all copies of a weight, reduced to one."""
+    over = others(held, placement)
+
+    def reduced(gradient: jax.Array) -> jax.Array:
+        return placement.add_up(gradient[0], held, back, over)
+
+    return placement.local(reduced, spread_spec(held, placement), placement.sum_spec(back))(gradients)
+
+
+def spread(w: Any, held: Sharding, back: Sharding, placement: Placement, *, in_turn: bool = False) -> Any:
     """Copy the part of a weight that each device holds; the gradients of all copies are reduced to one.
 
     For code in a `shard_map`, which would add up gradients whole.
@@ -216,23 +281,18 @@ def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
         w: a weight (or a watched one), held as `held`.
         held, back: sharding of the weight, and of its gradient.
         placement: of the layout.
+        in_turn: whether its sink is of `reduced_in_turn`.
 
     Returns: the copies, numbered in front, as `spread_spec` says.
     """
-    one, many, over = placement.spec(held), spread_spec(held, placement), others(held, placement)
-
-    def reduced(gradient: jax.Array) -> jax.Array:
-        return placement.add_up(gradient[0], held, back, over)
-
-    def read(sink: jax.Array) -> jax.Array:
-        """One device's sink, as large as what it reads of the weight."""
-        ways = (placement.ways(b) // placement.ways(h) for b, h in zip(back.splits, held.splits, strict=True))
-        return jnp.broadcast_to(sink.reshape(-1)[0], (1, *(n * m for n, m in zip(sink.shape[1:], ways, strict=True))))
-
-    copied, each = placement.local(lambda w: w[None], one, many), placement.sum_spec(back)
-    home = placement.local(reduced, many, each)
+    one, many = placement.spec(held), spread_spec(held, placement)
+    copied = placement.local(lambda w: w[None], one, many)
+    home = partial(_add_copies, held=held, back=back, placement=placement)
+    if in_turn:
+        return Watched(jax.lax.stop_gradient(copied(w.value)), w.sink)
     if placement.pending(back):
-        return mapped(w, lambda w: jax.lax.stop_gradient(copied(w)), linear(placement.local(read, each, many), home))
+        each = linear(partial(_each_has, held=held, back=back, placement=placement), home)
+        return mapped(w, lambda w: jax.lax.stop_gradient(copied(w)), each)
     return mapped(w, linear(copied, home))
 
 

@@ -174,13 +174,14 @@ def gpu_rows() -> Any:
     return found
 
 
-def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, groups: Groups) -> jax.Array:
+def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, groups: Groups, *, first: bool) -> jax.Array:
     """Multiply each group's rows with its matrix.
 
     Args:
         rows: [n, D], sorted by group, empty ones last.
         matrices: [groups, D, F]; gradients of watched ones are made in the wider format.
         groups: of the rows.
+        first: whether the gradient of `matrices` is made before that of `rows`.
 
     Returns: [n, F].
     """
@@ -192,8 +193,12 @@ def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, groups: Grou
     def backward(kept: tuple[jax.Array, ...], gradient: jax.Array, dtype: Any) -> tuple[Any, jax.Array]:
         rows, matrices, sizes = kept
         here = replace(groups, sizes=sizes)
+        if first:
+            made, gradient = jax.lax.optimization_barrier((here.multiply_rows(rows, gradient, dtype), gradient))
         d_rows = here.multiply(gradient, matrices, transposed=True)
-        return (d_rows.astype(rows.dtype), None), here.multiply_rows(rows, gradient, dtype)
+        if not first:
+            made = here.multiply_rows(rows, gradient, dtype)
+        return (d_rows.astype(rows.dtype), None), made
 
     return with_gradient(forward, backward, (rows, groups.sizes), matrices)
 
@@ -402,7 +407,7 @@ class RaggedExperts(Experts):
             expert, summed, _ = op.inputs[1].axes
             assert expert in op.output.axes and summed in op.contracted, f"{op.name} multiplies by [E, in, out]"  # noqa: PT018
             groups = replace(ways.groups, major=self._gathered_axis(op))
-            return grouped_product(inputs[0][0], inputs[1], groups)[None]
+            return grouped_product(inputs[0][0], inputs[1], groups, first=self.placement.in_turn)[None]
         if self._few(ways) and not self._partial_after(op):
             return self._each_row(op, inputs, ways)
         rows = list(inputs)

@@ -114,6 +114,14 @@ class Placement:
         """
         return {*self.mesh.axis_names} <= {"data", "fsdp"} and self.mesh.size > 1
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether gradients of a layer's weights are reduced one after the other, and experts' weights gathered last.
+
+        XLA's scheduler for GPUs takes collectives in flight together for as fast as each alone.
+        """
+        return self.weights_first and self.is_nvidia
+
     def reduced(self, axes: tuple[str, ...]) -> Sharding:
         """Where the gradient of a weight with these axes is reduced to: of vectors along the stream whole.
 

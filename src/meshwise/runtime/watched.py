@@ -55,6 +55,17 @@ def linear(apply: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Call
     return function
 
 
+def values_together(weights: Any) -> Any:
+    """A tree of weights, none of whose values is read before all are there; gradients pass."""
+
+    def is_watched(w: Any) -> bool:
+        return isinstance(w, Watched)
+
+    values = jax.tree.map(lambda w: w.value if is_watched(w) else w, weights, is_leaf=is_watched)
+    values = linear(jax.lax.optimization_barrier, lambda gradient: gradient)(values)
+    return jax.tree.map(lambda w, v: Watched(v, w.sink) if is_watched(w) else v, weights, values, is_leaf=is_watched)
+
+
 def with_gradient(
     forward: Callable[..., tuple[Any, Any]],
     backward: Callable[..., tuple[Any, ...]],
@@ -96,7 +107,7 @@ def product(
     weight_gradient: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]] | None = None,
     *,
     first: bool = False,
-    in_turn: bool = False,
+    after: bool = False,
 ) -> jax.Array:
     """Einsum of an array and a weight.
 
@@ -106,7 +117,7 @@ def product(
         weight_gradient: from `x`, the result's gradient and a format to the gradient of `w`, and the result's gradient
             again, there no sooner than the other may be made; unless given, an einsum.
         first: whether the gradient of `x` is made from that.
-        in_turn: whether the gradient of `w` is made after that of `x`, which alone reads `w`: both are never held.
+        after: whether the gradient of `w` is made after that of `x`, which alone reads `w`: both are never held.
     """
     left, right, out = letters
 
@@ -123,11 +134,11 @@ def product(
             return jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype), gradient
 
         x, w = kept
-        if first and not in_turn:
+        if first and not after:
             d_w, gradient = of_weight(x, gradient)
             return of_input(gradient), d_w
         d_x = of_input(gradient)
-        if in_turn:
+        if after:
             d_x, x, gradient = jax.lax.optimization_barrier((d_x, x, gradient))
         return d_x, of_weight(x, gradient)[0]
 
