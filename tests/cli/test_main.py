@@ -114,6 +114,7 @@ def test_completion_prints_what_a_shell_reads(run, shell):
         ("meshwise plan train llama-3-8b --precision mi", "mixed"),
         ("meshwise plan serve llama-3-8b --precision fp8,pub", "fp8,published"),
         ("meshwise plan serve llama-3-8b --tool v", "vllm"),
+        ("meshwise plan train llama-3-8b --tool mesh", "meshwise"),
         ("meshwise chips h2", "h200"),
         ("meshwise plan serve llama-3-8b --max-t", "--max-ttft"),
     ],

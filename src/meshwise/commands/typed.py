@@ -43,7 +43,7 @@ def build(verb: Verb, request: type[Request], typed: Mapping[str, Any]) -> Reque
 def suggestions(request: type[Request], name: str) -> tuple[str, ...]:
     """Values that a field may take, where some are known by name."""
     from meshwise.commands.fit import FitRequest  # noqa: PLC0415  (loaded where somebody asks, as all below)
-    from meshwise.exports import TARGETS  # noqa: PLC0415
+    from meshwise.exports import TOOLS  # noqa: PLC0415
     from meshwise.exports.serving import SERVING_TOOLS  # noqa: PLC0415
     from meshwise.hardware import SliceRules, aliases, chips, machines, networks  # noqa: PLC0415
     from meshwise.jobs import PRECISIONS, SERVING_PRECISIONS, ServingConditions  # noqa: PLC0415
@@ -63,6 +63,6 @@ def suggestions(request: type[Request], name: str) -> tuple[str, ...]:
         case "precision":
             return (PUBLISHED, *SERVING_PRECISIONS) if serves else tuple(PRECISIONS)
         case "tool":
-            return tuple(SERVING_TOOLS if serves else TARGETS)
+            return tuple(SERVING_TOOLS if serves else TOOLS)
         case _:
             return ()
