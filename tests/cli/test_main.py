@@ -155,6 +155,7 @@ def warned(done):
     """What stderr says besides progress on a slow machine, and which devices were looked for in vain."""
     usual = (
         "searching ",
+        "trying ",
         "what fits of ",
         "compiling",
         "reading weights",

@@ -117,7 +117,7 @@ def test_a_decode_step_stands_beside_its_estimate(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     terms = {t["name"]: (1e3 * t["predicted_s"], 1e3 * t["measured_s"]) for t in found["terms"]}
     assert terms["matmuls"] == pytest.approx((5.20, 5.74), rel=0.03)
-    assert terms["attention"] == pytest.approx((1.72, 2.13), rel=0.1)
+    assert terms["attention"] == pytest.approx((1.90, 2.13), rel=0.05)
     assert sum(t["predicted_s"] for t in found["terms"]) == pytest.approx(found["plan"]["step_s"])
     assert sum(t["measured_s"] for t in found["terms"]) == pytest.approx(found["step_s"])
     assert found["joined_share"] > 0.95
