@@ -152,7 +152,7 @@ class Tables:
         *,
         max_batch: int = 4096,
         forbid: tuple[str, ...] = (),
-        until: Until = Until(),  # noqa: B008  (a value)
+        until: Until | None = None,
     ) -> Tables:
         """Price what is searched: batches up to `max_batch`, without the axes of `forbid`.
 
@@ -161,7 +161,7 @@ class Tables:
         Raises:
             KeyboardInterrupt: the user did, and there is another plan to give.
         """
-        sizes = engine_sizes(fabric)
+        sizes, until = engine_sizes(fabric), until or Until()
         try:
             return cls._of(problem, fabric, sizes, max_batch, forbid, until)
         except KeyboardInterrupt as stopped:
@@ -219,7 +219,7 @@ def make_table(
     *,
     prompts: Sequence[int] = (),
     keys: dict[object, int],
-    until: Until = Until(),  # noqa: B008  (a value)
+    until: Until | None = None,
 ) -> Table:
     """Price every candidate at every batch.
 
@@ -233,6 +233,7 @@ def make_table(
         until: asked and told before each block of meshes.
     """
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
+    until = until or Until()
     columns: dict[str, _Column] = defaultdict(_Column)
     held, places, kinds = [np.zeros((len(prompts), 0))], 0, 0
     every = max(sum(len(whole.places) for whole in found), 1)
