@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from meshwise.runtime.loop import in_words
 from meshwise.runtime.narrow import abstract_narrow, narrow
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import (
-    Order,
     Parameter,
     Tree,
     describe_parameters,
@@ -45,6 +44,8 @@ from meshwise.runtime.weights import LoadableWeights
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
+
+Parameters = Mapping[str, Mapping[str, Parameter]]
 
 #: Run -> "k" and "v" -> [layers, sequences, positions, heads, width].
 Cache = dict[str, dict[str, Any]]
@@ -62,7 +63,7 @@ class Decoder:
     """
 
     stack: Stack
-    parameters: Mapping[str, Mapping[str, Parameter]]
+    parameters: Parameters
     dtype: Any
     narrow: DType | None = field(default=None, kw_only=True)
 
@@ -77,33 +78,31 @@ class Decoder:
             return abstract_narrow(parameter, placement, self.narrow)
         return parameter.abstract(placement, "weights", self.dtype)
 
-    def _held(self, wide: jax.Array, parameter: Parameter) -> Any:
-        """A weight in the format in which it is held."""
-        return narrow(wide, parameter, self.narrow) if self.narrow is not None and parameter.summed else wide
-
     def load(self, published: LoadableWeights) -> Tree:
         """Read weights from published files or a saved step, each where it is held."""
         order = layer_order(self.stack.segments, self.parameters)
-        if self.narrow is None:
-            return published.load(self.parameters, order, self.abstract_weights)
-        return jax.tree.map_with_path(partial(self._load_one, published, order), self.parameters)
-
-    def _load_one(self, published: LoadableWeights, order: Order, path: Any, parameter: Parameter) -> Any:
-        """Read a weight alone, so that no other is there in its wide format."""
-        key, name = (part.key for part in path)
-        abstract = parameter.abstract(self.stack.placement, "weights", self.dtype)
-        wide = published.load({key: {name: parameter}}, order, {key: {name: abstract}})[key][name]
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights[key][name])
-        return jax.jit(lambda w: self._held(w, parameter), out_shardings=shardings)(wide)
+        return self._as_held(lambda parameters, abstract: published.load(parameters, order, abstract))
 
     def initial_weights(self, seed: int) -> Tree:
         """Draw weights, as `TrainStep.initial_state` does."""
+        return self._as_held(lambda parameters, abstract: initial_values(parameters, seed, abstract))
 
-        def draw(seed: jax.Array) -> Tree:
-            return jax.tree.map(self._held, initial_values(self.parameters, seed, self.dtype), self.parameters)
+    def _as_held(self, made: Callable[[Parameters, Tree], Tree]) -> Tree:
+        """All weights as they are held, where `made` gives some in the wide format."""
+        format_ = self.narrow
+        if format_ is None:
+            return made(self.parameters, self.abstract_weights)
 
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
-        return dict(jax.jit(draw, out_shardings=shardings)(seed))
+        def one(path: Any, parameter: Parameter) -> Any:  # alone, so that no other is there in its wide format
+            key, name = (part.key for part in path)
+            abstract = parameter.abstract(self.stack.placement, "weights", self.dtype)
+            wide = made({key: {name: parameter}}, {key: {name: abstract}})[key][name]
+            if not parameter.summed:
+                return wide
+            shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights[key][name])
+            return jax.jit(lambda w: narrow(w, parameter, format_), out_shardings=shardings)(wide)
+
+        return jax.tree.map_with_path(one, self.parameters)
 
 
 @dataclass(frozen=True)

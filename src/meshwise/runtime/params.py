@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -273,6 +274,15 @@ def _summed(t: Tensor, block: Block) -> tuple[int, ...]:
     return tuple(place for place, axis in enumerate(t.axes) if axis not in readers[0].output.axes)
 
 
+def cast(tree: Any, abstract: Any) -> Any:
+    """Arrays in the formats of a tree of abstract ones, each where it is held."""
+    made = jax.jit(
+        lambda tree: jax.tree.map(lambda w, a: w.astype(a.dtype), tree, abstract),
+        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
+    )
+    return made(tree)
+
+
 def zeros(abstract: Any) -> Any:
     """Arrays of zeros for a tree of abstract ones, each where it is held."""
     made = jax.jit(
@@ -282,19 +292,40 @@ def zeros(abstract: Any) -> Any:
     return made()
 
 
-def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: Any, dtype: Any) -> Tree:
+def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: int, abstract: Tree) -> Tree:
     """Draw initial values: normal by the width that is summed over, ones in norms, zeros in biases.
 
-    They depend on seed and names alone, not on devices.
+    They depend on seed and names alone, not on devices. Each weight is drawn where it is held, by a program that all of
+    one shape share: one program of all weights takes seconds to compile.
+
+    Args:
+        parameters: by run and name.
+        seed: of the random numbers.
+        abstract: shapes, formats and shardings.
     """
 
-    def draw(path: str, parameter: Parameter) -> jax.Array:
+    def draw(path: str, parameter: Parameter, held: jax.ShapeDtypeStruct) -> jax.Array:
         if parameter.scale == 0:
-            return jnp.full(parameter.shape, parameter.constant, dtype)
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
-        return (jax.random.normal(key, parameter.shape, jnp.float32) * parameter.scale).astype(dtype)
+            constant = np.broadcast_to(np.asarray(parameter.constant, held.dtype), held.shape)
+            return jax.make_array_from_callback(held.shape, held.sharding, lambda index: constant[index])
+        own = np.asarray(jax.random.key_data(jax.random.fold_in(key_of_seed, zlib.crc32(path.encode()))))
+        return _drawing(held.shape, held.dtype, held.sharding)(own, np.float32(parameter.scale))
 
-    return {key: {name: draw(f"{key}/{name}", p) for name, p in run.items()} for key, run in parameters.items()}
+    key_of_seed = jax.random.key(seed)
+    return {
+        key: {name: draw(f"{key}/{name}", p, abstract[key][name]) for name, p in run.items()}
+        for key, run in parameters.items()
+    }
+
+
+@lru_cache(maxsize=256)
+def _drawing(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+    """Jitted: (data of a key, standard deviation) -> normal values."""
+
+    def draw(key: jax.Array, scale: jax.Array) -> jax.Array:
+        return (jax.random.normal(jax.random.wrap_key_data(key), shape, jnp.float32) * scale).astype(dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
 
 
 #: Run -> its block, its layers among those of the block in the order in which they are stacked, and the stack's sizes.

@@ -30,11 +30,13 @@ from meshwise.runtime.params import (
     Order,
     Parameter,
     Tree,
+    cast,
     describe_parameters,
     dtype_of,
     initial_values,
     layer_order,
     plan_segments,
+    zeros,
 )
 from meshwise.runtime.pipeline import piece_order
 from meshwise.runtime.refusals import (
@@ -150,8 +152,14 @@ class TrainStep:
         Args:
             seed: of the random numbers.
         """
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
-        return dict(jax.jit(self._initial, out_shardings=shardings)(seed))
+        abstract = self.abstract_state
+        state: State = {"step": zeros(abstract["step"]), "moments": zeros(abstract["moments"])}
+        if "master" in abstract:
+            state["master"] = initial_values(self.parameters, seed, abstract["master"])
+            state["weights"] = cast(state["master"], abstract["weights"])
+        else:
+            state["weights"] = initial_values(self.parameters, seed, abstract["weights"])
+        return state
 
     @property
     def compiler_options(self) -> dict[str, bool | int]:
@@ -171,17 +179,6 @@ class TrainStep:
     def _abstract(self, part: str, dtype: Any) -> Tree:
         placement = self.stack.placement
         return jax.tree.map(lambda p: p.abstract(placement, part, dtype), self.parameters)
-
-    def _initial(self, seed: jax.Array) -> State:
-        formats = self.job.formats
-        wide = initial_values(self.parameters, seed, dtype_of(formats.master or formats.weights))
-        state: State = {"step": jnp.zeros((), jnp.int32)}
-        state["weights"] = jax.tree.map(lambda w: w.astype(dtype_of(formats.weights)), wide)
-        if formats.master is not None:
-            state["master"] = wide
-        shapes = self.abstract_state["moments"]
-        state["moments"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        return state
 
     def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         total = int(self.layout.sequences * self.job.seq_len)
