@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.endpoint import free_port
+from tests.conftest import FLAGS
 from tests.runtime.steps import alone, dense
 
 
@@ -73,8 +74,11 @@ def answer_of_two(folder, *words):
 
 @pytest.mark.slow  # seven processes that start and compile JAX: that no process's part of a saved state is lost
 def test_two_processes_save_and_go_on_after_a_kill(tmp_path, monkeypatch):
-    flags = "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    monkeypatch.setenv("XLA_FLAGS", flags)
+    flags = (f for f in FLAGS.split() if "device_count" not in f)  # which the command asks for
+    monkeypatch.setenv("XLA_FLAGS", " ".join(flags))
+    # The same programs seven times: the first of two processes keeps what it compiled.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     saved = tmp_path / "steps"
     keep = ["--checkpoint", str(saved), "--every", "2"]
     with two(tmp_path, "--steps", "1000000", *keep):
