@@ -16,13 +16,13 @@ from tests.search.asked import problem
 
 MODELS = ("llama-3-8b", "llama-3-70b", "gpt2-xl", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-27b")
 CLUSTERS = (
-    "h100:8", "h100:64", "h100:1024@meta-roce", "h100:4096@meta-roce", "mi300x:64", "gb200-nvl72:576",
-    "v5e:8x8", "v5p:4x4x4", "v5p:16x16x16", "v4:8x8x16", "v6e:16x16", "v6e:4x4*4",
+    "h100:8", "h100:64", "h100:256@meta-roce", "h100:1024@meta-roce", "mi300x:64", "gb200-nvl72:144",
+    "v5e:8x8", "v5p:4x4x4", "v5p:8x8x8", "v4:4x4x8", "v6e:8x16", "v6e:4x4*4",
 )  # fmt: skip
 
 
 def random_problem(draw):
-    """A job on up to 4,096 chips, with a sequence or more for each few of them."""
+    """A job on up to 1,024 chips, with a sequence or more for each few of them."""
     while True:
         seq_len = draw.choice((1024, 2048, 4096, 8192))
         batch = 2 ** draw.randint(17, 23)
@@ -103,7 +103,7 @@ def test_no_layout_beats_the_plan_and_its_line_gives_it_again(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_of_many_jobs_no_layout_of_thirty_beats_the_plan(seed):
-    """Slow because each seed is a search on up to 4,096 chips and thirty estimates, which search what is left open."""
+    """Slow because each seed is a search on up to 1,024 chips and thirty estimates, which search what is left open."""
     hold(seed, 30, time_limit=20)
 
 
