@@ -25,7 +25,7 @@ def start_values() -> dict[str, float]:
     found: dict[str, float] = {}
     for c in serving_constants():
         shared = c.name.rpartition(".")[0]
-        if c.name == "startup.trtllm" or c.name in ("host.step", "host.request"):
+        if c.name == "startup.trtllm" or c.name in ("host.step", "host.request", "host.request.python"):
             found[c.name] = c.prior
         else:  # an engine's factor is on what engines share
             found[c.name] = next(c.read(own) for f, own in shipped if c.applies(own, f)) / found.get(shared, 1.0)

@@ -40,6 +40,16 @@ def test_steps_with_prompts_take_as_long_as_their_launches():
     assert estimated(replace(PLAIN, launch=1e-9))[1].prefill == without.prefill, "chips take longer"
 
 
+@pytest.mark.parametrize(("chip", "pcie"), [("l40s", True), ("h100-pcie", True), ("a100-sxm-80gb", False)])
+def test_chips_that_meet_over_pcie_sum_by_nccl(chip, pcie):
+    own, nccl = (serving_calibration(load_chip(chip), e) for e in ("vllm", "trtllm-2023"))
+    assert own.pcie == nccl.pcie == pcie
+    assert (own.chained_startup == nccl.chained_startup) == pcie
+    assert own.links.direct != pcie
+    assert not nccl.links.direct
+    assert (own.links.efficiency == 0.62) == pcie
+
+
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("weights=bf16,kv=fp8", 2)])
 def test_a_cache_in_8_bits_may_be_read_more_slowly(precision, times):
     _, plain = estimated(PLAIN, precision=precision, batch=64)

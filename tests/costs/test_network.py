@@ -217,6 +217,22 @@ def test_a_flat_ring_carries_what_all_members_lack_across_every_boundary():
     assert inside.scheduled == inside.gather == pytest.approx(7 / 8 / 450e9)
 
 
+def test_small_sums_of_a_node_are_one_kernel_that_reads_all_others():
+    """Of eight A100s each reads seven arrays at 300 GB/s; large arrays, and groups of nodes, are summed as by NCCL."""
+    usual = Links(0.5, startup=5e-6)
+    direct = replace(usual, direct=True)
+
+    def seconds(links, size, factors=(8.0, 1.0), kind=Kind.ALL_REDUCE):
+        wire = make_group_link(Fabric.of(parse_cluster("a100-sxm-80gb:16"), flat_rings=True), {"X": factors}, ("X",))
+        return collective_time(kind, size, wire, links=links)
+
+    assert seconds(direct, 8192.0) == pytest.approx(5e-6 + 7 * 8192 / (0.5 * 300e9))
+    assert seconds(direct, 8192.0) < seconds(usual, 8192.0)
+    assert seconds(direct, 64e6) == seconds(usual, 64e6)
+    assert seconds(direct, 8192.0, (8.0, 2.0)) == seconds(usual, 8192.0, (8.0, 2.0))
+    assert seconds(direct, 8192.0, kind=Kind.ALL_GATHER) == seconds(usual, 8192.0, kind=Kind.ALL_GATHER)
+
+
 @pytest.mark.parametrize(
     ("chip", "factors", "ring", "tree"),
     [

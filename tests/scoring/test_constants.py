@@ -54,6 +54,7 @@ def test_slopes_are_of_what_a_row_has(rows):
     assert slope["experts"]["S-aicsilicon-0061"] < -0.2
     assert slope["host.step.trtllm"]["S-aicsilicon-2387"] > 0
     assert slope["host.step.vllm"]["S-aicsilicon-2387"] == 0
+    assert slope["host.request.python"]["S-gptfast-0001"] > 0 == slope["host.request.python"]["S-aicsilicon-2387"]
     assert all(s["S-esti-0011"] == 0 for s in slope.values()), "TPUs keep the constants of their family"
 
 

@@ -146,6 +146,22 @@ def test_a_padded_table_of_tokens_does_not_make_another_model():
 
 
 @pytest.mark.parametrize(
+    ("name", "software", "tp", "sums"),
+    [
+        ("Falcon-180B", "TensorRT-LLM v0.9.0", 8, 1),
+        ("Falcon-180B", "TensorRT-LLM v0.5.0", 8, 2),
+        ("Falcon-180B", "TensorRT-LLM v0.5.0", 1, 1),
+        ("GPT-J-6B", "vLLM", 1, 1),
+        ("GPT 20B", "vLLM", 8, 2),
+    ],
+)
+def test_branches_that_read_one_input_are_summed_once(name, software, tp, sums):
+    model, _ = model_of(run(model=name, software=software, tp=tp, layers=8, d_model=512, n_heads=8, vocab=50_400))
+    (layer,) = (b for b in model.train_program() if b.role == "layer")
+    assert sum(op.name.startswith("residual") for op in layer.ops) == sums
+
+
+@pytest.mark.parametrize(
     ("name", "arch", "tied"), [("Llama 7B own", "", False), ("Own", "tied logits", True), ("Gemma own", "", True)]
 )
 def test_heads_are_tables_of_their_own_unless_something_says_otherwise(name, arch, tied):

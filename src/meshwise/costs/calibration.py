@@ -27,6 +27,8 @@ class Links:
         bulk_startup: seconds that the protocol for large messages takes besides.
         small_efficiency: share that the protocol for small messages reaches; None where there is but one.
         overlapped: whether hops and bytes overlap (and nothing else takes time).
+        direct: whether kernels for small AllReduces read what all other chips of a node have, so that `startup` is all
+            that they wait for.
     """
 
     efficiency: float
@@ -34,6 +36,7 @@ class Links:
     bulk_startup: float = 0.0
     small_efficiency: float | None = None
     overlapped: bool = False
+    direct: bool = False
 
     def __post_init__(self) -> None:
         """Check that the shares are shares."""
@@ -185,6 +188,7 @@ class Calibration:
         grouped_heads: query heads of a group, of 128 each, for which such kernels are there.
         narrow_cache: bandwidth at which attention of serving reads a cache in 8 bits over that of one in 16.
         fused: which operations of a step of serving are no kernels of their own (`fusions.FUSIONS`).
+        pcie: whether chips of a host meet over PCIe, in steps of serving.
     """
 
     name: str
@@ -244,6 +248,7 @@ class Calibration:
     query_bandwidth: float = 0.0
     grouped_heads: tuple[int, ...] = ()
     fused: tuple[str, ...] = ()
+    pcie: bool = False
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.

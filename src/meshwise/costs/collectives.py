@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwise.costs.arithmetic import Num, floor, maximum, minimum
+from meshwise.costs.arithmetic import Num, floor, maximum, minimum, where
 from meshwise.costs.calibration import IDEAL_LINKS, Links
 from meshwise.costs.network import GroupLink
 from meshwise.sharding import CollectiveKind
@@ -107,8 +107,17 @@ def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[Schedul
     """The algorithms of `schedules`, each with all seconds that it takes however few its bytes; none of a slice."""
     if kind is CollectiveKind.SLICE:
         return ()
-    busy = wire.size > 1
-    return tuple(Schedule(b, links.start(hops, busy), fill) for b, hops, fill in schedules(kind, wire))
+    busy, ways = wire.size > 1, schedules(kind, wire)
+    if links.direct and kind is CollectiveKind.ALL_REDUCE:
+        ways = (*ways, _one_shot(wire, ways[0]))
+    return tuple(Schedule(b, links.start(hops, busy), fill) for b, hops, fill in ways)
+
+
+def _one_shot(wire: GroupLink, usual: Schedule) -> Schedule:
+    """Each chip reads the whole array of every other in its node; between nodes the usual schedule."""
+    within = wire.ring_hops == 0
+    per_byte = where(within, (wire.size - 1) * wire.send, usual.per_byte)
+    return Schedule(per_byte, where(within, 0.0, usual.hops), usual.fill)
 
 
 def fastest(algorithms: tuple[Schedule, ...], num_bytes: Num, links: Links) -> Num:

@@ -18,16 +18,16 @@ from meshwise.costs.fitted import BEST_MATMULS, check_family, find_calibration
 from meshwise.hardware import Chip
 
 #: Seconds that a kernel of a step takes besides: replayed in a CUDA graph, and launched one by one from C++.
-_GRAPH, _LAUNCHED = 4.1e-6, 12.5e-6
+_GRAPH, _LAUNCHED = 4.0e-6, 11.7e-6
 
 #: Seconds of the host to launch an operation of a step that has prompts, of engines that replay graphs for all others.
-_PYTHON = 43e-6
+_PYTHON = 43.5e-6
 
 #: Family -> seconds before the first byte of a collective within a step: kernels of vLLM and SGLang that write to all
 #: peers at once, TensorRT-LLM's, and NCCL's.
-_ONE_SHOT = {"ampere": 4.8e-6, "hopper": 5.2e-6, "blackwell": 8.8e-6}
+_ONE_SHOT = {"ampere": 5.8e-6, "hopper": 5.0e-6, "blackwell": 8.6e-6}
 _TRTLLM = {family: 0.70 * seconds for family, seconds in _ONE_SHOT.items()}
-_NCCL = dict.fromkeys(_ONE_SHOT, 25e-6)
+_NCCL = dict.fromkeys(_ONE_SHOT, 24e-6)
 
 #: What all engines on GPUs fuse (`fusions.FUSIONS`).
 _COMMON = ("product", "sum", "pair", "shared")
@@ -70,17 +70,17 @@ class ServingEngine:
 ENGINES = {
     e.name: e
     for e in (
-        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.21e-3, 16.6e-6, _GRAPH, _ONE_SHOT, 138, 8192,
+        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.17e-3, 14.8e-6, _GRAPH, _ONE_SHOT, 138, 8192,
                       (*_COMMON, "conversion")),
-        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.07e-3, 20e-6, _GRAPH, _ONE_SHOT, 89, 8192,
+        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.11e-3, 18.8e-6, _GRAPH, _ONE_SHOT, 89, 8192,
                       _COMMON),
-        ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.07e-3, 11e-6, _GRAPH, _TRTLLM, 256,
+        ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.11e-3, 8.4e-6, _GRAPH, _TRTLLM, 256,
                       fused=(*_COMMON, "conversion", "rotation", "norm")),
-        ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.06e-3, 7.6e-6, _LAUNCHED, _NCCL, 113,
+        ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.12e-3, 7.2e-6, _LAUNCHED, _NCCL, 113,
                       fused=(*_COMMON, "conversion", "rotation", "write")),
-        ServingEngine("fastertransformer", "FasterTransformer 5", 0.06e-3, 57e-6, _LAUNCHED, _NCCL, 163,
+        ServingEngine("fastertransformer", "FasterTransformer 5", 0.09e-3, 49e-6, _LAUNCHED, _NCCL, 163,
                       fused=(*_COMMON, "rotation", "write"), unfused_prompts=True),
-        ServingEngine("gpt-fast", "PyTorch, compiled as a whole", 0.05e-3, 12.6e-6, _GRAPH, _ONE_SHOT, 16,
+        ServingEngine("gpt-fast", "PyTorch, compiled as a whole", 0.11e-3, 15.4e-6, _GRAPH, _ONE_SHOT, 16,
                       fused=_COMMON),
         ServingEngine("jax", "JAX: a step is one program of XLA, on TPUs", 0.0, 0.0, 0.0, None, 19),
     )
@@ -112,25 +112,29 @@ class _Chips:
 
 #: By family; a chip of another inherits Ampere's, but for what its own matmuls and HBM were measured to fall short of.
 _CHIPS = {
-    "ampere": _Chips(0.745, (), 0.57, 600.0, 200.0, 0.77, 0.90, 0.81, 0.76),
-    "hopper": _Chips(0.80, ((DType.FP8, 0.75),), 0.52, 1000.0, 200.0, 0.853, 0.95, 0.87, 0.77),
-    "blackwell": _Chips(0.64, ((DType.FP8, 0.54), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, 0.785, 0.88, 0.91, 0.655),
+    "ampere": _Chips(0.75, (), 0.57, 600.0, 200.0, 0.756, 0.92, 0.81, 0.575),
+    "hopper": _Chips(0.79, ((DType.FP8, 0.715),), 0.52, 1000.0, 200.0, 0.855, 0.95, 0.87, 0.77),
+    "blackwell": _Chips(0.64, ((DType.FP8, 0.54), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, 0.79, 0.88, 0.91, 0.656),
 }
 
 #: Share of the HBM bandwidth at which weights are read that are widened on the way, and those of fp4.
-_NARROW_WEIGHTS = ((DType.INT8, 0.68), (DType.INT4, 0.48), (DType.FP4, 0.67))
+_NARROW_WEIGHTS = ((DType.INT8, 0.678), (DType.INT4, 0.485), (DType.FP4, 0.675))
 
 #: Seconds that attention over a cache takes besides, and bandwidth of experts' weights over that of others.
-_CACHE_START, _EXPERTS = 7.4e-6, 1.1
+_CACHE_START, _EXPERTS = 9.5e-6, 1.13
 
 #: (Engine, family) -> bandwidth of a cache in 8 bits over that of one in 16. FlashAttention 3's kernels for fp8, which
 #: vLLM takes on Hopper, gained nothing over 16 bits below tens of thousands of tokens until the spring of 2026
 #: (vLLM issue 24916; its blog of 22 April 2026).
-_NARROW_CACHES = {("vllm", "hopper"): 0.46}
+_NARROW_CACHES = {("vllm", "hopper"): 0.47}
 
 #: Engine -> bytes/s at which its decode steps read the cache for each query head of a group again, from L2 (H100: 5.5
 #: TB/s, measured by Chips and Cheese), and the groups that one kernel serves: TensorRT-LLM's XQA, for Llama-2-70B.
 _QUERY_READS = {"trtllm-2023": (5.5e12, (8,))}
+
+#: Share of PCIe's bandwidth that rings of NCCL reach: 20 of 32 GB/s between A100s of one host that share no NVLink
+#: (nccl-tests issue 178); packets and crossings between processors take the rest.
+_PCIE_SHARE = 0.62
 
 #: Of a family without rows: share of its HBM's achieved bandwidth at which engines' kernels read weights and caches. In
 #: a trace of SGLang on MI300X (Qwen3-8B, 32 requests of 1,025 tokens; AMD-AGI/TraceLens) 15.1 GB of weights take 5.78
@@ -220,6 +224,8 @@ def _on_gpus(found: Calibration, chip: Chip, family: str, software: ServingEngin
     # engines have kernels of their own for small messages: on no family those of its library for training
     links = found.links if family in _CHIPS else CALIBRATIONS["hopper"].links
     wide = (DType.BF16, DType.FP16, DType.FP8)
+    pcie = bool(chip.scale_up) and chip.scale_up[0].name == "pcie"
+    direct = software.startup is not _NCCL and not pcie
     return replace(
         found,
         matmul_efficiency=own.matmul,
@@ -232,7 +238,10 @@ def _on_gpus(found: Calibration, chip: Chip, family: str, software: ServingEngin
         expert_reads=_EXPERTS,
         cache_reads=own.cache,
         cache_start=_CACHE_START,
-        links=replace(links, efficiency=own.links),
+        # kernels of engines that sum at once need NVLink (vLLM: "not supported on more than two PCIe-only GPUs")
+        chained_startup=_NCCL["ampere"] if pcie else found.chained_startup,
+        links=replace(links, efficiency=_PCIE_SHARE if pcie else own.links, direct=direct),
+        pcie=pcie,
         gap=software.gap,
         fused=software.fused + (_FUSED_THERE.get(family, ()) if software.gap == _GRAPH else ()),
         unfused_attention=software.unfused_prompts,

@@ -47,6 +47,7 @@ _USUAL_VOCABULARY = {"bloom": 250_880, "gpt": 51_200, "megatron": 51_200}
 _FAMILIES = (
     ("maxtext gpt", "MaxText GPT"), ("megatron gpt", "Megatron GPT"), ("vtrain gpt", "Megatron GPT"),
     ("korthikanti", "Megatron GPT"), ("mt-nlg", "Megatron GPT"), ("megatron", "Megatron GPT"), ("gpt-oss", "GPT-OSS"),
+    ("gpt-j", "GPT-J"), ("gpt-neox", "GPT-NeoX"),
     ("gpt", "GPT"), ("mpt", "MPT"), ("bloom", "BLOOM"), ("llama", "Llama"), ("mixtral", "Mixtral"),
     ("mistral", "Mistral"), ("deepseek", "DeepSeek"), ("qwen", "Qwen"), ("gemma", "Gemma"), ("nemotron", "Nemotron"),
     ("kimi", "Kimi"), ("grok", "Grok"), ("glm", "GLM"), ("opt", "OPT"), ("palm", "PaLM"), ("falcon", "Falcon"),
@@ -58,6 +59,11 @@ _PLAIN = ("MaxText GPT", "Megatron GPT", "GPT", "MPT", "BLOOM", "OPT")
 _NO_BIAS = ("MPT", "MaxText GPT")
 #: Other families whose feed-forward is gated.
 _GATED = ("Llama", "Mixtral", "Mistral", "DeepSeek", "Qwen", "Gemma", "Kimi", "GLM")
+#: Families whose two branches both read the layer's input, so that tensor parallelism sums their results once.
+_PARALLEL = ("GPT-J", "GPT-NeoX", "Falcon", "PaLM")
+#: Software that sums each branch's results nevertheless (models/falcon/model.py of NVIDIA/TensorRT-LLM at 027cd51, not
+#: that of later releases).
+_SUMS_TWICE = r"tensorrt-llm v0\.[56]"
 #: Families whose head is the table of tokens, whatever their size.
 _TIED = ("Gemma",)
 
@@ -199,7 +205,9 @@ def _switches(run: Row, family: str) -> dict[str, str]:
         found = {"gated": "no", "norm": "rms" if family == "MaxText GPT" else "layer"}
         found |= {"bias": "no" if family in _NO_BIAS else "yes", "tied": "yes"}
         return found if family in {"MaxText GPT", "BLOOM"} else found | {"positions": str(run.positions)}
-    words, found = run.words, {}
+    words, found = run.words, dict[str, str]()
+    if family in _PARALLEL and not ((run.tp or 1) > 1 and re.search(_SUMS_TWICE, words)):
+        found["parallel"] = "yes"
     if "2-matrix" in words or "gelu 4x" in words:
         found["gated"] = "no"
     if "tied" in words:

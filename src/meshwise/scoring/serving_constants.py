@@ -28,6 +28,9 @@ from meshwise.scoring.constants import (
 #: Engines without CUDA graphs, whose collectives are NCCL's.
 _LAUNCHED = ("trtllm-2023", "fastertransformer")
 
+#: Engines whose schedulers are in Python.
+_PYTHON = ("vllm", "sglang", "gpt-fast")
+
 #: Engines with constants of their own: those on GPUs.
 GPU_ENGINES = tuple(e for e in ENGINES if e != "jax")
 
@@ -50,6 +53,9 @@ def serving_constants() -> tuple[Constant, ...]:
                  *part("host_step")),
         Constant("host.request", "s", 10e-6, 1.0, "a sampled token, its bookkeeping", _on_gpus,
                  *part("host_request")),
+        Constant("host.request.python", "times host.request", 1.0, 1.0, "bookkeeping in Python, not C++",
+                 lambda c, f: _on_gpus(c, f) and engine_of(c) in _PYTHON, part("host_request")[0],
+                 lambda c, v: replace(c, host_request=v * c.host_request)),
         *(_times(shared, e) for shared in ("host.step", "host.request") for e in GPU_ENGINES),
         Constant("gap.graph", "s", 2.5e-6, 0.4, f"smallest kernels of a CUDA graph: 1 to 4 us, {MICRO}", _graphs,
                  *part("gap")),
@@ -61,9 +67,10 @@ def serving_constants() -> tuple[Constant, ...]:
                    _replayed(f), *part("chained_startup"))
           for f, seconds in (("ampere", 5.4e-6), ("hopper", 4.6e-6), ("blackwell", 7.2e-6))),
         Constant("startup.trtllm", "times startup", 0.7, 0.1, f"AllReduce of TensorRT-LLM over the same, {MICRO}",
-                 lambda c, f: _graphs(c, f) and engine_of(c) == "trtllm", lambda c: c.chained_startup or 0.0,
+                 lambda c, f: _replayed(f)(c, f) and engine_of(c) == "trtllm", lambda c: c.chained_startup or 0.0,
                  lambda c, v: replace(c, chained_startup=v * (c.chained_startup or 0.0))),
-        Constant("startup.nccl", "s", 20e-6, 0.1, f"NCCL's AllReduce of 1 KiB over 8: 16 to 25 us, {MICRO}", _launched,
+        Constant("startup.nccl", "s", 20e-6, 0.1, f"NCCL's AllReduce of 1 KiB over 8: 16 to 25 us, {MICRO}",
+                 lambda c, f: _launched(c, f) or (_graphs(c, f) and c.pcie),
                  *part("chained_startup")),
         Constant("cache.start", "s", 6e-6, 0.4, f"attention over 128 keys takes 10 to 12 us, {MICRO}", _on_gpus,
                  *part("cache_start")),
@@ -83,7 +90,7 @@ def serving_constants() -> tuple[Constant, ...]:
           for f, share in zip(gpus, (0.80, 0.72, 0.64), strict=True)),
         *(Constant(f"{d.value}.{f}", FLOPS, share, 0.15, MICRO, _served(f), *format_part("narrow", d), 0.80)
           for f, d, share in narrow),
-        *(Constant(f"links.{f}", LINKS, share, 0.20, NCCL, _served(f), *LINK_SHARE, 1.0)
+        *(Constant(f"links.{f}", LINKS, share, 0.20, NCCL, _linked(f), *LINK_SHARE, 1.0)
           for f, share in zip(gpus, (0.70, 0.75, 0.75), strict=True)),
     )  # fmt: skip
 
@@ -102,7 +109,7 @@ def _graphs(c: Calibration, family: str) -> bool:
 
 
 def _replayed(family: str) -> Applies:
-    return lambda c, own: own == family and _graphs(c, own)
+    return lambda c, own: own == family and _graphs(c, own) and not c.pcie
 
 
 def _launched(c: Calibration, family: str) -> bool:
@@ -111,6 +118,10 @@ def _launched(c: Calibration, family: str) -> bool:
 
 def _served(family: str) -> Applies:
     return lambda c, own: own == family and _on_gpus(c, own)
+
+
+def _linked(family: str) -> Applies:
+    return lambda c, own: _served(family)(c, own) and not c.pcie
 
 
 #: FasterTransformer draws from the most likely tokens (top-p): it sorts each request's logits.
