@@ -92,7 +92,7 @@ def test_heads_of_any_width_compile_without_copies(cluster, tensor, dimensions, 
 )
 def test_buckets_of_each_kind_compile_layer_by_layer_for_gpus_that_are_not_there(chip, layout, attends, apart):
     experts = "F=2048" if layout.expert == 1 else EXPERTS
-    model = read_dimensions(f"D=1024 {experts} L=8 N=16 K=4 H=256 V=8192", name="small")
+    model = read_dimensions(f"D=1024 {experts} L=2 N=16 K=4 H=256 V=8192", name="small")
     devices = target_devices(Target.of(parse_cluster(f"{chip}:2")))
     own = paged_model(model, layout, devices, pages=PAGES, page_tokens=16, dtype=DType.BF16)
     made = LayeredModel.where_faster(own)
