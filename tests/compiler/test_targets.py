@@ -88,6 +88,7 @@ class Device:
     id: int
     coords: tuple[int, ...] = ()
     slice_index: int = 0
+    platform: str = "tpu"
 
 
 def torus(x, y, slices=1):
@@ -122,7 +123,7 @@ def test_slices_are_outermost_and_known_to_the_mesh():
 
 def test_gpus_are_ordered_by_number():
     layout = Layout(fsdp=2, tensor=8, wires=(("tensor", (8, 1)), ("fsdp", (1, 2))))
-    placed = place_devices([Device(n) for n in range(16)], layout)
+    placed = place_devices([Device(n, (0, n // 8, n % 8), platform="cuda") for n in range(16)], layout)
     assert [d.id for d in placed[1]] == list(range(8, 16))
 
 

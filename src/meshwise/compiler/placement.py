@@ -74,6 +74,9 @@ def _slice_of(device: Any) -> int:
 
 
 def _place(device: Any) -> tuple[int, ...]:
-    """Order devices as they lie in the network: the first dimension fastest, slices last."""
-    coordinates = getattr(device, "coords", None) or ()
+    """Order devices as they lie in the network: the first dimension fastest, slices last; GPUs by number.
+
+    Coordinates of GPUs are those of domain, host and place in it, the last of which is fastest.
+    """
+    coordinates = (getattr(device, "coords", None) or ()) if device.platform == "tpu" else ()
     return (_slice_of(device), *reversed([int(c) for c in coordinates]), int(device.id))

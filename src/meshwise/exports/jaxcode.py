@@ -84,8 +84,9 @@ REMAT_LAYERS = <REMAT_LAYERS>  # so many layers follow the policy, the others ke
 
 
 def _place(device):
-    """Order devices as they lie in the network: the first dimension fastest, slices last."""
-    return (getattr(device, "slice_index", 0) or 0, *reversed(getattr(device, "coords", None) or ()), device.id)
+    """Order devices as they lie in the network: of TPUs the first dimension fastest, slices last; GPUs by number."""
+    coords = reversed(device.coords) if device.platform == "tpu" else ()
+    return (getattr(device, "slice_index", 0) or 0, *coords, device.id)
 
 
 def make_mesh(devices=None):
