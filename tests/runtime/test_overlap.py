@@ -1,11 +1,15 @@
 """Options of the compiler are those of the platform, and a step is compiled with them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
-from meshwise.runtime import forward, products, shardings
+from meshwise.core.tensors import Kind, Route
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.runtime import early, forward, products, shardings
 from meshwise.runtime.overlap import overlap_options
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import DENSE, alone, dense, loss_and_gradients, make, worst
@@ -39,6 +43,7 @@ def test_how_many_collectives_are_in_flight_follows_from_the_layout(layout, expe
     exchanged = overlap_options("gpu", replace(layout, expert=2), ragged=True)
     of_exchanged = {many for name, many in exchanged.items() if name.endswith("overlap_limit")}
     assert of_exchanged == ({1} if layout.zero else {max(many, 4) for many in expected})
+    assert exchanged.keys() - ragged.keys() == {"xla_gpu_enable_pipelined_reduce_scatter"}
 
 
 def test_a_step_is_compiled_with_the_options_of_its_devices(monkeypatch):
@@ -81,3 +86,29 @@ def test_gradients_that_are_reduced_in_turn_are_those_of_one_device(name, monkey
     assert {" ".join(turn) for turn in turns} == {names}
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert worst(found, expected) < 1e-5
+
+
+def _waited_for(**sizes):
+    """Which gathers of a mixture's layer are waited for, by operation, on two hosts of four GPUs."""
+    model = dense(MIXTURE)
+    (block,) = (b for b in model.train_program() if b.role == "layer")
+    layout = Layout(expert=2, fsdp=4)
+    devices = np.array([SimpleNamespace(platform="cuda", process_index=n // 4) for n in range(8)])
+    mesh = SimpleNamespace(devices=devices.reshape(4, 2), axis_names=("fsdp", "expert"), size=8)
+    mesh.shape = {"fsdp": 4, "expert": 2}
+    placement = shardings.Placement(mesh, LayoutChoices.of(layout).strategy)
+    route = next(n for n, op in enumerate(block.ops) if isinstance(op, Route))
+    read = {t: placement.at(op, t) for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT}
+    held = {t.name: placement.strategy.stored(t.axes, "weights") for t in read}
+    gathers = [(t, at) for t, at in read.items() if placement.spec(at) != placement.spec(held[t.name])]
+    known = model.train_program().bind(batch=8, queries=4096) | {"S": 4096} | sizes
+    found = early.waited_for(block.ops[: route + 1], gathers, held, placement, sizes=known, width=2)
+    return {name: [t.name for t, _ in waiting] for name, waiting in found.items()}
+
+
+def test_long_gathers_of_experts_weights_are_waited_for_where_they_have_come():
+    sizes = {"D": 2048, "N": 32, "H": 128, "E": 16, "top_k": 8}
+    assert _waited_for(**sizes, Fe=768) == {"residual.attn": ["w_expert.gate"]}
+    assert _waited_for(**sizes, Fe=384) == {"o": ["w_expert.gate"], "residual.attn": ["w_expert.up"]}
+    assert _waited_for(**sizes, Fe=16) == {}, "shorter than the exchange of rows"
+    assert _waited_for(**sizes, Fe=8192) == {}, "longer than all that runs before it"

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshwise.core.errors import LayoutError
-from meshwise.runtime import ragged, refusals
+from meshwise.runtime import forward, ragged, refusals, shardings
 from meshwise.runtime.kernels import gpu_grouped, gpu_rows
 from meshwise.sharding.layout import Layout
 from tests.runtime import emulated
@@ -91,6 +91,24 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "alone" else pytest.mark.slow) for n in LAYOUTS])
 def test_ragged_experts_give_the_gradients_of_experts_with_slots(name):
     proved(name)
+
+
+@pytest.mark.jax
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated_exchange")
+def test_so_do_those_whose_weights_are_waited_for_early(monkeypatch):
+    """As on GPUs; slow because it is a compiled program."""
+    waited = []
+
+    def all_early(ops, gathers, *_, **__):
+        experts = [gather for gather in gathers if gather[0].name.startswith("w_expert")]
+        waited.append([t.name for t, _ in experts])
+        return {"residual.attn": experts[:1], ops[-1].name: experts[1:]}
+
+    monkeypatch.setattr(shardings.Placement, "waits_early", property(lambda self: self.mesh.size > 1))
+    monkeypatch.setattr(forward, "waited_for", all_early)
+    proved("exchange-biased")
+    assert {*map(tuple, waited)} == {("w_expert.gate", "w_expert.up", "w_expert.down")}
 
 
 @pytest.mark.jax

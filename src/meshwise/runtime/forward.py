@@ -12,11 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.chunked_loss import ChunkedLoss, chunked_ops
+from meshwise.runtime.early import Gathered, waited_for
 from meshwise.runtime.kernels.masks import Masks
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
@@ -37,10 +39,6 @@ _CACHED = ("cache.k", "cache.v")
 _JOINED = ("cache.kv",)
 
 
-#: A weight, and where it is read.
-Gathered = tuple[Tensor, Sharding]
-
-
 @dataclass
 class _Walk:
     """What a block has made so far, and where each tensor is held."""
@@ -51,6 +49,7 @@ class _Walk:
     held: dict[str, Sharding]
     copies: dict[tuple[str, Sharding], jax.Array] = field(default_factory=dict)
     rings: Mapping[str, CollectiveProducts] = field(default_factory=dict)  # by the name of each product
+    waits: Mapping[str, Sequence[Gathered]] = field(default_factory=dict)  # by the name of the operation that waits
     sinks: Mapping[str, jax.Array] = field(default_factory=dict)  # of weights whose gradients are reduced in turn
 
     def bring(self, t: Tensor, wanted: Sharding) -> jax.Array:
@@ -88,17 +87,27 @@ class _Walk:
     def gather_in_order(self, block: Block) -> None:
         """Gather what the first product of a layer with experts reads before all others' weights, and experts' last.
 
-        They share the wires: gathers of experts, large and started early, would hold up what is read first.
+        They share the wires: gathers of experts, large and started early, would hold up what is read first. With
+        `expert` those that are waited for early alone come after the others.
         """
         routes = [n for n, op in enumerate(block.ops) if isinstance(op, Route)]
-        if not self.placement.in_turn or not routes:
+        if not routes:
             return
-        read = [n for n, op in enumerate(block.ops) if isinstance(op, Einsum) and op.inputs[1].kind is Kind.WEIGHT]
-        edges = [0, min(read) + 1, routes[0], len(block.ops)]
+        groups: list[list[Gathered]] = []
+        if self.placement.in_turn:
+            read = [n for n, op in enumerate(block.ops) if isinstance(op, Einsum) and op.inputs[1].kind is Kind.WEIGHT]
+            edges = [0, min(read) + 1, routes[0], len(block.ops)]
+            groups = [self._gathers(block.ops[a:b]) for a, b in pairwise(edges)]
+        elif self.placement.waits_early and self.around.expert_dispatch == "ragged" and block.role == "layer":
+            ops = block.ops[: routes[0] + 1]
+            sizes = {**self.around.sizes, **self._sizes(ops)}
+            width = np.dtype(self.around.activations).itemsize
+            gathers = self._gathers(block.ops)
+            self.waits = waited_for(ops, gathers, self.held, self.placement, sizes=sizes, width=width)
+            late = [gather for waiting in self.waits.values() for gather in waiting]
+            groups = [self._gathers(ops), late] if late else []
         before: list[Gathered] = []
-        for ops in (block.ops[a:b] for a, b in pairwise(edges)):
-            found = ((t, self._gathered(op, t)) for op in ops for t in op.inputs)
-            group = [(t, at) for t, at in found if at is not None]
+        for group in groups:
             copies = [self.copies[t.name, at] for t, at in before]
             copies, own = values_together((copies, [self.arrays[t.name] for t, _ in group]))
             self.copies.update(((t.name, at), copy) for (t, at), copy in zip(before, copies, strict=True))
@@ -107,12 +116,30 @@ class _Walk:
                 self.bring(t, at)
             before = group or before
 
-    def _gathered(self, op: Op, t: Tensor) -> Sharding | None:
-        """Where an operation reads a weight that is gathered for it."""
-        if t.kind is not Kind.WEIGHT:
-            return None
-        wanted, spec = self.placement.at(op, t), self.placement.spec
-        return wanted if spec(wanted) != spec(self.held[t.name]) else None
+    def _gathers(self, ops: Sequence[Op]) -> list[Gathered]:
+        """Weights that are gathered for operations, and where these read them."""
+        spec = self.placement.spec
+        read = ((t, self.placement.at(op, t)) for op in ops for t in op.inputs if t.kind is Kind.WEIGHT)
+        return [(t, at) for t, at in read if spec(at) != spec(self.held[t.name])]
+
+    def _sizes(self, ops: Sequence[Op]) -> dict[str, float]:
+        """Sizes of the axes that what enters has, keys' positions among them."""
+        entering = [t for op in ops for t in op.inputs if t.kind is not Kind.WEIGHT and t.name in self.arrays]
+        sizes = {a: float(n) for t in entering for a, n in zip(t.axes, self.arrays[t.name].shape, strict=True)}
+        attention = [op for op in ops if isinstance(op, Attention)]
+        return {op.key_axis: sizes[op.query_axis] for op in attention} | sizes
+
+    def _wait(self, op: Op) -> None:
+        """Have an operation run after the gathers that are waited for with it, by what it reads last."""
+        gathers = self.waits.get(op.name, ())
+        if not gathers:
+            return
+        activations = [t.name for t in op.inputs if t.kind is not Kind.WEIGHT]
+        name = activations[0 if isinstance(op, Route) else -1]
+        copies = [self.copies[t.name, at] for t, at in gathers]
+        self.arrays[name], copies = values_together((self.arrays[name], copies))
+        self.copies = {key: copy for key, copy in self.copies.items() if key[0] != name}
+        self.copies.update(((t.name, at), copy) for (t, at), copy in zip(gathers, copies, strict=True))
 
     def read_weight(self, t: Tensor, wanted: Sharding) -> Any:
         """A weight where an operation reads it, beside the sink of its turn."""
@@ -124,6 +151,7 @@ class _Walk:
         routed: list[Op] = []
         last = chunked_ops(ops) if self.around.loss == "chunked" else ()
         for op in ops[: len(ops) - len(last)]:
+            self._wait(op)
             if not routed and not isinstance(op, Route):
                 self._run_one(op)
                 continue

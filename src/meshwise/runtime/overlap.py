@@ -25,6 +25,10 @@ _GPU = {
 #: one need not wait until the program has come to the end of the one before.
 _IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
+#: Whether a layer's gradients are reduced beside the layer before it, as XLA would have it. Where rows are exchanged,
+#: too, its scheduler takes all collectives for equally long, and starts such a sum when half of that layer has run.
+_NEXT_LAYER = "xla_gpu_enable_pipelined_reduce_scatter"
+
 #: Platform, as JAX or XLA names it -> options. On TPUs gathers run in pieces inside of the fusions that stand beside
 #: them, and sums on the SparseCores, where a chip has any (v5p, v6e), beside what the other cores compute.
 _OPTIONS: Mapping[str, Mapping[str, bool | int]] = {
@@ -55,6 +59,8 @@ def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> d
     if platform in ("gpu", "cuda"):
         many = _in_flight(layout)
         options[_IN_FLIGHT] = min(many, 2) if ragged and layout.expert == 1 else many
+        if ragged and layout.expert > 1:
+            options[_NEXT_LAYER] = False
     return options
 
 

@@ -82,14 +82,14 @@ class RaggedExchange:
         mine = self._of(self.sizes).reshape(-1)
         inward = self._of(of_group).reshape(-1), mine, self._of(of_device).reshape(-1)
         (start, size, place), came = (outward, mine) if there else (inward, self.sizes[here])
-        empty = self._empty((self.room if there else count, *rows.shape[1:]), rows.dtype, start)
+        empty = self._empty((self.room if there else count, *rows.shape[1:]), rows.dtype, rows)
         return jax.lax.ragged_all_to_all(rows, empty, start, size, place, came, axis_name=self.axis)
 
     def _empty(self, shape: tuple[int, ...], dtype: Any, after: jax.Array) -> jax.Array:
-        """Rows with whatever is in them."""
+        """Rows with whatever is in them, of these rows alone: what gradients would share is copied."""
         if (kernel := _kernel(self.platform)) is None:
             return jnp.zeros(shape, dtype)
-        made: jax.Array = kernel.unwritten(jax.ShapeDtypeStruct(shape, dtype), after)
+        made: jax.Array = kernel.unwritten(jax.ShapeDtypeStruct(shape, dtype), after[:1].reshape(-1)[:1])
         return made
 
 

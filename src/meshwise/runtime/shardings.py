@@ -122,6 +122,15 @@ class Placement:
         """
         return self.weights_first and self.is_nvidia
 
+    @property
+    def waits_early(self) -> bool:
+        """Whether gathers of experts' weights that are longer than an exchange of rows are waited for before it."""
+        return (
+            self.is_nvidia
+            and "expert" in self.mesh.axis_names
+            and {*self.mesh.axis_names} <= {"data", "fsdp", "expert"}
+        )
+
     def reduced(self, axes: tuple[str, ...]) -> Sharding:
         """Where the gradient of a weight with these axes is reduced to: of vectors along the stream whole.
 

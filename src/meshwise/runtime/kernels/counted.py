@@ -17,7 +17,7 @@ from meshwise.runtime.kernels.masks import Pairs
 
 #: FLOP/s and bytes/s of the GPU (H100 SXM, data sheet) by which XLA's scheduler is told how long kernels take: a hint
 #: on others, where products and collectives are slower or faster together.
-_RATES = 989e12, 3.35e12
+RATES = 989e12, 3.35e12
 
 
 def says(flops: int, num_bytes: int) -> AbstractContextManager[None]:
@@ -37,7 +37,7 @@ def timed(subscripts: str, *operands: jax.Array) -> AbstractContextManager[None]
 
 
 def _lasting(flops: int, num_bytes: int = 0) -> AbstractContextManager[None]:
-    seconds = max(flops / _RATES[0], num_bytes / _RATES[1])
+    seconds = max(flops / RATES[0], num_bytes / RATES[1])
     known: AbstractContextManager[None] = set_xla_metadata(latency_metadata=str(round(1e9 * seconds)))
     return known
 
