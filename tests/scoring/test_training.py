@@ -84,6 +84,50 @@ def test_switches_that_nobody_states_are_those_of_the_count_of_parameters():
     assert plain.parameters.total < 5.4e9
 
 
+def test_a_file_in_the_current_folder_is_no_model_of_a_row(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text("D = 64\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MeshwiseError, match="is not a name that is known"):
+        model_of(run(model="mine.toml"))
+
+
+def test_a_padded_table_of_tokens_does_not_make_another_model():
+    cells = {"layers": 48, "d_model": 3840, "n_heads": 16, "n_kv_heads": 8, "head_dim": 256, "d_ff": 15360}
+    model, _ = model_of(run(model="Gemma-3-12B", vocab=262144, **cells))
+    assert {b.name: b.repeat for b in model.train_program() if b.role == "layer"} == {
+        "layer.local": 40,
+        "layer.global": 8,
+    }
+    other, _ = model_of(run(model="Gemma-3-12B", vocab=128000, **cells))
+    assert other.vocab_size == 128000
+
+
+@pytest.mark.parametrize(
+    ("name", "software", "tp", "sums"),
+    [
+        ("Falcon-180B", "TensorRT-LLM v0.9.0", 8, 1),
+        ("Falcon-180B", "TensorRT-LLM v0.5.0", 8, 2),
+        ("Falcon-180B", "TensorRT-LLM v0.5.0", 1, 1),
+        ("GPT-J-6B", "vLLM", 1, 1),
+        ("GPT 20B", "vLLM", 8, 2),
+    ],
+)
+def test_branches_that_read_one_input_are_summed_once(name, software, tp, sums):
+    model, _ = model_of(run(model=name, software=software, tp=tp, layers=8, d_model=512, n_heads=8, vocab=50_400))
+    (layer,) = (b for b in model.train_program() if b.role == "layer")
+    assert sum(op.name.startswith("residual") for op in layer.ops) == sums
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "tied"), [("Llama 7B own", "", False), ("Own", "tied logits", True), ("Gemma own", "", True)]
+)
+def test_heads_are_tables_of_their_own_unless_something_says_otherwise(name, arch, tied):
+    cells = {"layers": 4, "d_model": 1024, "n_heads": 8, "d_ff": 4096, "vocab": 32000}
+    model, _ = model_of(run(model=name, arch_source=arch, **cells))
+    table = 1024 * 32000
+    assert (model.parameters.total - 4 * (4 * 1024**2 + 3 * 1024 * 4096) < 1.5 * table) is tied
+
+
 @pytest.mark.parametrize(
     ("changes", "software"),
     [

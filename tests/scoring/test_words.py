@@ -1,4 +1,4 @@
-"""Words of training rows that are easily misread: formats, shards, pipelines, models, devices, chip files."""
+"""Words of training rows that are easily misread: formats, shards, pipelines, devices, chip files."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from meshwise.hardware.cluster_file import TEMPLATE
 from meshwise.scoring import Refusal, TrainingRun, predict_training, read_rows, score_training
 from meshwise.scoring.formats import precision_of
 from meshwise.scoring.rows import parse_mode
-from meshwise.scoring.scenario import model_of, node_bandwidth
+from meshwise.scoring.scenario import node_bandwidth
 from meshwise.scoring.training import build_scenario
 
 BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
@@ -125,50 +125,6 @@ def test_embedding_and_loss_may_be_pieces_of_a_pipeline():
     assert (found.layout.stage, found.layout.virtual_stages) == (16, 8)
     one_less = predict_training(run(**(cells | {"layers": 125}), dtype="fp8", measured_value=100.0))
     assert "at least a layer each" in one_less.reason
-
-
-def test_a_file_in_the_current_folder_is_no_model_of_a_row(tmp_path, monkeypatch):
-    (tmp_path / "mine.toml").write_text("D = 64\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(MeshwiseError, match="is not a name that is known"):
-        model_of(run(model="mine.toml"))
-
-
-def test_a_padded_table_of_tokens_does_not_make_another_model():
-    cells = {"layers": 48, "d_model": 3840, "n_heads": 16, "n_kv_heads": 8, "head_dim": 256, "d_ff": 15360}
-    model, _ = model_of(run(model="Gemma-3-12B", vocab=262144, **cells))
-    assert {b.name: b.repeat for b in model.train_program() if b.role == "layer"} == {
-        "layer.local": 40,
-        "layer.global": 8,
-    }
-    other, _ = model_of(run(model="Gemma-3-12B", vocab=128000, **cells))
-    assert other.vocab_size == 128000
-
-
-@pytest.mark.parametrize(
-    ("name", "software", "tp", "sums"),
-    [
-        ("Falcon-180B", "TensorRT-LLM v0.9.0", 8, 1),
-        ("Falcon-180B", "TensorRT-LLM v0.5.0", 8, 2),
-        ("Falcon-180B", "TensorRT-LLM v0.5.0", 1, 1),
-        ("GPT-J-6B", "vLLM", 1, 1),
-        ("GPT 20B", "vLLM", 8, 2),
-    ],
-)
-def test_branches_that_read_one_input_are_summed_once(name, software, tp, sums):
-    model, _ = model_of(run(model=name, software=software, tp=tp, layers=8, d_model=512, n_heads=8, vocab=50_400))
-    (layer,) = (b for b in model.train_program() if b.role == "layer")
-    assert sum(op.name.startswith("residual") for op in layer.ops) == sums
-
-
-@pytest.mark.parametrize(
-    ("name", "arch", "tied"), [("Llama 7B own", "", False), ("Own", "tied logits", True), ("Gemma own", "", True)]
-)
-def test_heads_are_tables_of_their_own_unless_something_says_otherwise(name, arch, tied):
-    cells = {"layers": 4, "d_model": 1024, "n_heads": 8, "d_ff": 4096, "vocab": 32000}
-    model, _ = model_of(run(model=name, arch_source=arch, **cells))
-    table = 1024 * 32000
-    assert (model.parameters.total - 4 * (4 * 1024**2 + 3 * 1024 * 4096) < 1.5 * table) is tied
 
 
 def test_ways_may_count_devices_of_which_a_chip_has_two():
