@@ -1,6 +1,5 @@
 """Small models, batches and weights drawn with NumPy, and their loss and gradients on any layout."""
 
-import math
 from functools import cache
 
 import jax
@@ -35,19 +34,11 @@ def make(model, layout, length=LENGTH, **job):
 
 
 def batch_of(step, seed=0):
-    return _placed(step, _drawn(step, math.prod(step.abstract_batch["tokens"].shape[:2]), seed))
-
-
-def _drawn(step, sequences, seed):
-    """Tokens [sequences, length + 1]."""
-    vocabulary, length = step.stack.program.sizes["V"], step.abstract_batch["tokens"].shape[2]
-    return np.random.default_rng(seed).integers(0, vocabulary, (sequences, length + 1)).astype(np.int32)
-
-
-def _placed(step, drawn):
+    vocabulary = step.stack.program.sizes["V"]
+    shape = step.abstract_batch["tokens"].shape
+    drawn = np.random.default_rng(seed).integers(0, vocabulary, (shape[0] * shape[1], shape[2] + 1)).astype(np.int32)
     parts = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:]}
-    held = step.abstract_batch
-    return {k: jax.device_put(v.reshape(held[k].shape), held[k].sharding) for k, v in parts.items()}
+    return {k: jax.device_put(v.reshape(shape), step.abstract_batch[k].sharding) for k, v in parts.items()}
 
 
 def layers_of(step):
@@ -83,9 +74,9 @@ def weights_of(step, seed=0):
     return drawn
 
 
-def loss_and_gradients(step, weights=None, batch=None):
+def loss_and_gradients(step, weights=None):
     """The loss, and the gradient of every weight by "block/weight", layers in their order in front."""
-    loss, gradients = step.gradients(weights or weights_of(step), batch or batch_of(step))
+    loss, gradients = step.gradients(weights or weights_of(step), batch_of(step))
     found = by_layer(step, gradients)
     return float(loss), {f"{block}/{name}": g for block, run in found.items() for name, g in run.items()}
 
@@ -117,26 +108,8 @@ def by_layer(step, tree):
 
 @cache
 def alone(model, sequences, length=LENGTH):
-    """Loss and gradients of a batch on one device, nothing recomputed: the means of those of each sequence.
-
-    So a model's program is compiled once, however many sequences there are.
-    """
-    step, weights = _one_sequence(model, length)
-    found = [loss_and_gradients(step, weights, batch) for batch in _sequences(step, sequences)]
-    losses, gradients = zip(*found, strict=True)
-    return sum(losses) / sequences, {name: sum(g[name] for g in gradients) / sequences for name in gradients[0]}
-
-
-@cache
-def _one_sequence(model, length):
-    step = make(model, Layout(remat="none"), length)
-    return step, weights_of(step)
-
-
-def _sequences(step, number, seed=0):
-    """Each sequence of a batch of `batch_of`, as a batch of one."""
-    for row in _drawn(step, number, seed):
-        yield _placed(step, row[None])
+    """Loss and gradients of a batch on one device, nothing recomputed."""
+    return loss_and_gradients(make(model, Layout(micro_batch=sequences, remat="none"), length))
 
 
 def worst(found, expected):
