@@ -99,7 +99,7 @@ class ComputeRates:
         few_rows, other_few_rows: (rows, share of the rate with few weights, with many) of products of few rows in
             `compute` and `other_compute`.
         attention_backward: of attention's backward pass.
-        calibration: what operations wait for besides.
+        calibration: what operations wait for besides; waits: whether for anything.
         added: bytes that adding an element of a gradient moves, where that is an operation of its own; else 0.
     """
 
@@ -113,6 +113,7 @@ class ComputeRates:
     byte: float
     attention_backward: float
     calibration: Calibration
+    waits: bool
     added: float
     weight_byte: Mapping[DType, float]
     expert_byte: float
@@ -143,6 +144,7 @@ class ComputeRates:
             byte=byte / calibration.hbm_efficiency,
             attention_backward=attention / calibration.attention_backward,
             calibration=calibration,
+            waits=bool(calibration.gap or calibration.cache_start or calibration.mixture_launch),
             # The new gradient is read in the format of activations; what it is added to, read and written.
             added=calibration.adds_gradients * (precision.activations.bytes + 2 * precision.gradients.bytes),
             weight_byte={dtype: byte / share for dtype, share in calibration.weight_reads},
@@ -240,7 +242,10 @@ class OperationPrices:
         """Price one operation."""
         known = self._known.get(number)
         if known is None:
-            known = self._known[number] = op_compute(self.ops[number], self.extents, self.rates, bounded=self.bounded)
+            known = op_compute(self.ops[number], self.extents, self.rates, bounded=self.bounded)
+            if not self.bounded:  # arrays that nobody asks for would fill the cache
+                known = OpCompute(*(_NONE,) * 5, known.seconds, _NONE)
+            self._known[number] = known
         return known
 
     def pass_compute(self, numbers: tuple[int, ...]) -> PassCompute:
@@ -263,15 +268,13 @@ class OperationPrices:
                 flops = one.flops if flops is _NONE else flops + one.flops
                 busy = one.busy if busy is _NONE else busy + one.busy
             if not op.fusible:
-                least = self._least_bytes(op, one)
+                least = self._least_bytes(op) if self.onchip else one.num_bytes
                 moved = least if moved is _NONE else moved + least
             serial = one.serial_seconds if serial is _NONE else serial + one.serial_seconds
         return PassCompute(flops, busy, moved, seconds, serial, attention)
 
-    def _least_bytes(self, op: LoweredOp, one: OpCompute) -> Num:
+    def _least_bytes(self, op: LoweredOp) -> Num:
         """HBM traffic that no schedule avoids: weights and caches, and what of an activation the chip cannot hold."""
-        if not self.onchip:
-            return one.num_bytes
         least: Num = self.extents.weighted(op.stored)
         for activation in op.kept:
             least = least + maximum(self.extents.weighted(activation) - self.onchip, 0.0)
@@ -313,7 +316,7 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
     if rates.added and op.added is not None:
         adding = extents.volume(op.added) * (rates.added * rates.byte)
         seconds, serial = seconds + adding, serial + adding if bounded else _NONE
-    if op.launched:
+    if op.launched and rates.waits:
         gap = kernel_gap(op.joins, extents, achieved)
         seconds, serial = _launched(op, seconds, gap, achieved), _launched(op, serial, gap, achieved)
     return OpCompute(flops, busy, num_bytes, compute, memory, seconds, serial)

@@ -132,8 +132,7 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
     program = problem.model.train_program()
     seq_len = problem.job.seq_len
     sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
-    mixing = [(b, op) for b in program for op in b.ops if op.matmul and isinstance(op, Attention | Fused)]
-    mixed = sum(b.repeat * op.flops(sizes) for b, op in mixing)
+    mixed = sum(repeat * op.flops(sizes) for repeat, op in problem.mixing)
     return float(6 * problem.model.parameters.active_in_mfu * tokens + 3 * mixed)
 
 
@@ -255,12 +254,13 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout, 
         )
     structure, candidates = _checked_candidate(problem, layout)
     costs = evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), local)
-    return estimate_of(problem, layout, costs)
+    return estimate_of(problem, layout, structure, candidates, costs)
 
 
-def estimate_of(problem: TrainingProblem, layout: Layout, costs: Costs) -> Estimate:
-    """The estimate of a complete layout that was evaluated, alone (floats)."""
-    structure, candidates = layout_candidate(problem.model, layout)
+def estimate_of(
+    problem: TrainingProblem, layout: Layout, structure: LayoutChoices, candidates: Candidates, costs: Costs
+) -> Estimate:
+    """The estimate of a complete layout that was evaluated, alone (floats), as `layout_candidate` has it."""
     step = costs.step
     resources = {name: float(v) for name, v in step.resources.items()}
     busiest = max(resources.keys() - {"in_turn"}, key=lambda name: resources[name])

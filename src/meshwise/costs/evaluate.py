@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwise.core.tensors import Tensor
 from meshwise.costs.arithmetic import Num, is_one, maximum, minimum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.ends import own_positions
-from meshwise.costs.extents import CHUNK_AXIS, Extents, WeightedSum
+from meshwise.costs.extents import CHUNK_AXIS, Extents
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
 from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
@@ -27,7 +26,7 @@ from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, 
 from meshwise.costs.step_time import StepParts, step_time
 from meshwise.costs.traffic import CollectiveTemplate
 from meshwise.sharding.layout import CHUNK_POSITIONS
-from meshwise.sharding.placed import Held, Purpose
+from meshwise.sharding.placed import Purpose
 
 #: Slots of an expert that a device has room for, where no token may be dropped and none is known before it comes:
 #: programs of XLA have shapes that are known beforehand.
@@ -345,7 +344,7 @@ def evaluated(
         times.append(_block_time(problem, structure, b, own, share=c.remat_share, sent=sent))
     rates = rates_of(problem, structure, wires, bounded=bounded)
     sums, once = role_sums(times, CollectivePrices(rates, extents), ledger)
-    boundary = extents.weighted(_between_stages(problem, structure))
+    boundary = extents.weighted(problem.lowered.between_stages(structure, problem.model.between_stages))
     scattered = problem.calibration.scattered_sends and not structure.sequence_parallel
     layers = num_layers(problem.train_program())
     step = StepParts(sums, once, layers, rates, boundary, c.tensor if scattered else 1.0)
@@ -411,10 +410,3 @@ def evaluate_activations(
         )
         times.append(_block_time(problem, structure, b, own, share=1.0, sent=moving))
     return role_sums(times, prices)[0]
-
-
-def _between_stages(problem: TrainingProblem, structure: LayoutChoices) -> WeightedSum:
-    """Bytes that stages send each other: the residual stream, and what layers read besides it."""
-    home, model = structure.strategy.home, problem.model
-    sent = (Tensor("x", model.residual_axes), *model.passed_along)
-    return problem.lowered.symbols.held_bytes([Held(t, home(t.axes)) for t in sent], problem.job.formats)

@@ -6,7 +6,7 @@ What is left after lowering is arithmetic on sizes. Not here: sizes, or what the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -22,6 +22,7 @@ from meshwise.core.tensors import (
     Op,
     Program,
     Route,
+    Tensor,
 )
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.extents import Distinct, Split, Symbols, WeightedSum, element_bytes
@@ -98,6 +99,7 @@ class Lowered:
         self._copies = [symbolic.copies(replace(block, repeat=1)) for block in program]
         self._training: dict[LayoutChoices, tuple[LoweredTrainingBlock, ...]] = {}
         self._serving: dict[ServingLayoutChoices, tuple[LoweredServingBlock, ...]] = {}
+        self._between: dict[LayoutChoices, WeightedSum] = {}
         # So that layout choices that do not matter to a block share it.
         self._of_training: dict[tuple[int, LayoutChoices, bool], LoweredTrainingBlock] = {}
         self._of_serving: dict[tuple[int, Strategy], LoweredServingBlock] = {}
@@ -134,6 +136,14 @@ class Lowered:
             one = self.symbolic.training(self._copies[number], choices)
             self._of_training[key] = replace(one, placed=replace(one.placed, block=named), one=one, rest=rest)
         return self._of_training[key]
+
+    def between_stages(self, choices: LayoutChoices, sent: Iterable[Tensor]) -> WeightedSum:
+        """Bytes of the activations that stages send each other."""
+        if choices not in self._between:
+            home = choices.strategy.home
+            held = [Held(t, home(t.axes)) for t in sent]
+            self._between[choices] = self.symbols.held_bytes(held, self.symbolic.precision)
+        return self._between[choices]
 
     def serving(self, step: str, choices: ServingLayoutChoices) -> tuple[LoweredServingBlock, ...]:
         """The blocks of a serving step, of whose model this is the program."""

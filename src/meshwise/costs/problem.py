@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from meshwise.core.errors import LayoutError
-from meshwise.core.tensors import Program
+from meshwise.core.tensors import Attention, Fused, Op, Program
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, published_precision
 from meshwise.costs.fabric import Fabric
@@ -71,6 +71,12 @@ class TrainingProblem(_Problem):
     def lowered(self) -> Lowered:
         """The same program, lowered."""
         return lowered_training(self.model, self.job.formats, self.job.tuning, self.job.optimizer_kind)
+
+    @cached_property
+    def mixing(self) -> tuple[tuple[int, Op], ...]:
+        """Operations of the model that mix positions by matmuls, each with the number of its copies."""
+        every = [(b.repeat, op) for b in self.model.train_program() for op in b.ops]
+        return tuple((repeat, op) for repeat, op in every if op.matmul and isinstance(op, Attention | Fused))
 
     @property
     def bucketed(self) -> bool:

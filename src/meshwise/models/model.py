@@ -194,6 +194,11 @@ class Model(Answer):
         embed = next(b for b in self._train if "x" in b.outputs)
         return next(op.output.axes for op in embed.ops if op.output.name == "x")
 
+    @cached_property
+    def between_stages(self) -> tuple[Tensor, ...]:
+        """What stages of a pipeline send each other: the residual stream, and what layers read besides it."""
+        return Tensor("x", self.residual_axes), *self.passed_along
+
     @property
     def mixtures(self) -> tuple[Mixture, ...]:
         """The kinds of mixtures of experts that it has, each once."""

@@ -122,7 +122,7 @@ def _fastest(problem: TrainingProblem, layout: Layout, fabric: Fabric, local: Lo
         yield Plan.of(problem, layout, fabric, local)
     else:
         alone = Costs(take(costs.step, at), take(costs.memory, at), costs.host, take(costs.host_memory, at))
-        estimate = estimate_of(problem, layout, alone)
+        estimate = estimate_of(problem, layout, structure, candidate, alone)
         yield Plan(problem, layout, fabric, estimate, training_run(problem, estimate))
 
 

@@ -173,7 +173,7 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     evaluated(problem, structure, candidates, layout_wires(problem, fabric, layout), ledger=whole)
     ledger = Ledger()
     costs = evaluate_layout(problem, fabric, layout, ledger)
-    step, fits = costs.step, estimate_of(problem, layout, costs).fits
+    step, fits = costs.step, estimate_of(problem, layout, structure, candidates, costs).fits
     assert ledger.times is not None
     shape = PipelineShape(layout.stage, layout.num_microbatches, layout.virtual_stages)
     pipeline = Pipeline.of(layout.schedule, shape.stages, shape.num_microbatches, shape.virtual_stages)
