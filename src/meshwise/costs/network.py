@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.costs.arithmetic import Condition, Num, ceil, floor, is_one, log2, maximum, where
+from meshwise.costs.arithmetic import Condition, Num, doublings, floor, is_one, maximum, where
 from meshwise.costs.fabric import Dimension, Fabric, twisted_distance
 from meshwise.costs.routing import Routing, routing_of
 
@@ -153,8 +153,8 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> GroupLin
         used = extent > 1
         if dim.torus:
             ring.add(dim, extent, stride)
-            send = maximum(send, where(used, stride / dim.bandwidth_one_way, 0.0))
-            send_latency = maximum(send_latency, where(used, stride * dim.latency, 0.0))
+            send = maximum(send, used * (stride / dim.bandwidth_one_way))
+            send_latency = maximum(send_latency, used * (stride * dim.latency))
         else:
             tree.add(dim, extent, size, used)
             send = where(used, 1 / dim.bandwidth_one_way, send)
@@ -365,16 +365,16 @@ class _TreeSums:
 
     def add(self, dim: Dimension, extent: Num, below: Num, used: Condition) -> None:
         """Add a level on which the group has `extent` children (`used`: more than one) of `below` members each."""
-        steps = ceil(log2(extent))
-        seconds = where(used, 1 / dim.bandwidth_one_way, 0.0)
+        steps = doublings(extent)
+        seconds = used / dim.bandwidth_one_way
         self.crossings.append(_Crossing(seconds, below, extent))
         self.adds.append(dim.adds)
         self.latency = self.latency + steps * dim.latency
-        self.exchange_latency = maximum(self.exchange_latency, where(used, dim.latency, 0.0))
+        self.exchange_latency = maximum(self.exchange_latency, used * dim.latency)
         if self.nccl:  # in the innermost level NCCL's tree is a chain
             hops = extent - 1 if len(self.crossings) == 1 and not dim.adds else steps
             self.tree_latency = self.tree_latency + 2 * hops * dim.latency
-            self.tree_hops = self.tree_hops + 2 * (where(used, 1.0, 0.0) if dim.adds else hops)  # all add at once
+            self.tree_hops = self.tree_hops + 2 * (used * 1.0 if dim.adds else hops)  # all add at once
 
     def finish(self, size: Num) -> None:
         """Price the levels, now that the members of the whole group are known."""
