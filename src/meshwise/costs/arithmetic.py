@@ -21,7 +21,7 @@ Rows: TypeAlias = NDArray[np.intp]
 #: What holds or not, of one candidate or of many.
 Condition: TypeAlias = bool | NDArray[np.bool_]
 
-_Array = np.ndarray  # looked up once: these functions are called by the hundred for one estimate
+_Array, _Numbers = np.ndarray, (float, int)  # looked up once: an estimate calls these functions by the hundred
 
 
 def maximum(first: Any, other: Any, *rest: Any) -> Any:
@@ -111,16 +111,16 @@ def take(value: Any, index: Any) -> Any:
     >>> take({"a": np.array([1.0, 2.0]), "b": (3.0, np.array([4.0, 5.0]))}, np.array([1, 1]))
     {'a': array([2., 2.]), 'b': (3.0, array([5., 5.]))}
     """
-    if isinstance(value, np.ndarray):
+    if isinstance(value, _Array):
         return value[index]
-    if isinstance(value, float | int):
+    if isinstance(value, _Numbers):
         return value  # the same for all rows
-    if isinstance(value, Mapping):
-        taken = {key: take(v, index) for key, v in value.items()}
-        return type(value)(taken) if isinstance(value, dict) else taken  # sums stay sums
     if isinstance(value, tuple):
         return tuple(take(v, index) for v in value)
-    return type(value)(*(take(getattr(value, name), index) for name in value.__dataclass_fields__))
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value)(*(take(getattr(value, name), index) for name in value.__dataclass_fields__))
+    taken = {key: take(v, index) for key, v in value.items()}
+    return type(value)(taken) if isinstance(value, dict) else taken  # sums stay sums
 
 
 def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
@@ -147,5 +147,10 @@ def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
         return type(first)(*(joined([getattr(part, name) for part in parts], numbers) for name in names))
     if all(not isinstance(part, _Array) and part == first for part in parts):
         return first
-    shapes = [(*np.shape(part)[:-1], n) for part, n in zip(parts, numbers, strict=True)]
-    return np.concatenate([np.broadcast_to(part, shape) for part, shape in zip(parts, shapes, strict=True)], axis=-1)
+    return np.concatenate([_rows(part, n) for part, n in zip(parts, numbers, strict=True)], axis=-1)
+
+
+def _rows(part: Any, number: int) -> Any:
+    """As many rows of an array, or of what is the same in all rows."""
+    shape = np.shape(part)
+    return part if shape[-1:] == (number,) else np.broadcast_to(part, (*shape[:-1], number))

@@ -162,7 +162,7 @@ class Bounds:
         """
         found = {}
         for own, keys in self._keys.items():
-            choices, every = replace(own, remat="none"), np.unique(self.size[keys])
+            choices, every = replace(own, remat="none"), np.flatnonzero(np.bincount(self.size[keys]))
             found[own] = np.full(self.num_sizes, math.inf)
             for begin in range(0, len(every), _SIZES):
                 sizes = every[begin : begin + _SIZES]
@@ -368,11 +368,10 @@ class Bounds:
         parts = []
         for remat, share in self._remats(variant).items():
             choices = _all_remats(variant, remat)
-            for b, own in zip(self.problem.lowered.training(choices), self.network.blocks(choices, sizes), strict=True):
-                held = own.memory
+            for b, held in zip(self.problem.lowered.training(choices), self.network.held(choices, sizes), strict=True):
                 if b.role == "head":
                     each = (self.network.head(choices, loss, sizes, held) for loss in self.network.losses)
-                    held = reduce(leaner, each)
+                    held = reduce(leaner, each)  # noqa: PLW2901 -- what the head holds with the leanest loss
                 if b.role == "layer" or remat == variant.own.remat:
                     parts.append((Part(b.placed.block, share if b.role == "layer" else 1.0), held))
         return held_activations(parts)

@@ -39,6 +39,7 @@ from meshwise.search.tools import Tool, ToolMasks, possible_meshes, possible_sch
 from meshwise.sharding.layout import MESH_AXES
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 #: Of compute, schedules and losses, what may be chosen.
 _Possible = tuple[tuple[ComputeVariant, ...], tuple[PipelineVariant, ...], tuple[str, ...]]
@@ -121,6 +122,10 @@ class SearchedNetwork:
         """What one device does, for some of the table's sizes."""
         return self.local(choices, self.sizes[sizes])
 
+    def held(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalMemory, ...]:
+        """What these blocks hold."""
+        return self.local.held(choices, self.sizes[sizes])
+
     def busy(self, choices: LayoutChoices, sizes: Index) -> Array:
         """Seconds that one device computes for a microbatch at least, for some of the table's sizes."""
         return self.local.busy(choices, self.sizes[sizes])
@@ -184,10 +189,17 @@ class LocalTables:
 
     def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """Blocks with one row for each number of sizes."""
+        return self._blocks(choices)(numbers)
+
+    def held(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
+        """What these blocks hold, and no more."""
+        return self._blocks(choices).part(numbers, lambda blocks: tuple(block.memory for block in blocks))
+
+    def _blocks(self, choices: LayoutChoices) -> RowTable[tuple[LocalBlock, ...]]:
         _forget(self._tables)
         if choices not in self._tables:
             self._tables[choices] = RowTable(partial(self.evaluate, choices), lambda: len(self._numbers))
-        return self._tables[choices](numbers)
+        return self._tables[choices]
 
     def memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         """What blocks hold, with one row for each number of sizes."""
@@ -218,7 +230,7 @@ class LocalTables:
 
     def _evaluate_memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         if choices in self._tables and self._tables[choices].knows(numbers):
-            return tuple(block.memory for block in self._tables[choices](numbers))
+            return self.held(choices, numbers)
         return evaluate_local_memory(self.problem, choices, self._priced(choices, numbers))
 
     def _evaluate_head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
@@ -300,12 +312,14 @@ class RowTable(Generic[T]):
     def rows(self, numbers: Index) -> Index:
         """Rows of `values` of numbers."""
         few = self.every() if self.every() <= FEW else 0
-        new = max(int(numbers.max(initial=-1)) + 1, few) - len(self._row)
-        if new > 0:
-            self._row = np.pad(self._row, (0, new), constant_values=-1)
-        missing = np.unique(numbers[self._row[numbers] < 0])
-        if len(missing):
-            missing = np.flatnonzero(self._row[:few] < 0) if few else missing
+        more = max(int(numbers.max(initial=-1)) + 1, few) - len(self._row)
+        if more > 0:
+            self._row = np.pad(self._row, (0, more), constant_values=-1)
+        new = numbers[self._row[numbers] < 0]
+        if len(new):
+            asked = np.zeros(len(self._row), bool)  # sorts them faster than `np.unique`
+            asked[new] = asked[:few] = True
+            missing = np.flatnonzero(asked & (self._row < 0))
             made = self.make(missing)
             self.values = joined([self.values, made], [self._length, len(missing)]) if self._length else made
             self._row[missing] = self._length + np.arange(len(missing))
@@ -314,9 +328,13 @@ class RowTable(Generic[T]):
 
     def __call__(self, numbers: Index) -> T:
         """The values with one row for each of the numbers."""
+        return self.part(numbers, lambda values: values)
+
+    def part(self, numbers: Index, of: Callable[[T], U]) -> U:
+        """The same of a part of the values."""
         at = self.rows(numbers)
         whole = len(at) == self._length and (at == np.arange(self._length)).all()
-        values: T = self.values if whole else take(self.values, at)
+        values: U = of(self.values) if whole else take(of(self.values), at)
         return values
 
 
