@@ -1,9 +1,9 @@
 """The exact search for the best training layouts: branch and bound over one evaluator.
 
 First every mesh and cut of the batch is bounded from below by its passes alone,
-as if weights and gradients moved in no time; then, under all layout choices, with these. Best bound first, they are
-priced on links that no placement beats; what does not fit is dropped; then real placements are priced, until no
-bound is left that could still enter the answer. Not here: what candidates cost (`pricing`), or the
+as if weights and gradients moved in no time; then, under all layout choices, with these. Best bound first, what does
+not fit is dropped; on a torus the others are priced on links that no placement beats; then real placements are priced,
+until no bound is left that could still enter the answer. Not here: what candidates cost (`pricing`), or the
 space (`space`).
 """
 
