@@ -301,7 +301,7 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
             flops, busy, compute = operations, operations * rates.other_matmul_sheet, operations * rates.attention
         else:
             compute = operations * rates.vector
-    elif op.vector:
+    elif op.vector and (bounded or op.intensity * rates.vector > rates.byte):  # else its bytes take longer
         compute = extents.weighted(op.vector) * rates.vector
     num_bytes = extents.weighted(op.num_bytes)
     memory = num_bytes * _byte(op, rates)
@@ -311,7 +311,7 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
         memory = memory * achieved.permute_passes
     elif op.in_passes and achieved.elementwise_passes != 1:
         memory = memory * achieved.elementwise_passes
-    seconds = maximum(compute, memory)
+    seconds = memory if compute is _NONE else maximum(compute, memory)
     serial = compute + memory if bounded else _NONE
     if rates.added and op.added is not None:
         adding = extents.volume(op.added) * (rates.added * rates.byte)

@@ -5,7 +5,7 @@ Not here: seconds (`compute`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwise.core.dtypes import DType
@@ -36,6 +36,7 @@ class LoweredOp(NamedTuple):
         attention: the operation and the split of each of its axes, for attention.
         kernel: the same, for other fused kernels.
         vector: FLOPs on the vector unit.
+        intensity: those per byte, counting no bytes but of its own volume.
         num_bytes: HBM bytes.
         stored: those of them that are of weights and caches.
         kept: the others, tensor by tensor: activations, which may stay on the chip between operations.
@@ -58,6 +59,7 @@ class LoweredOp(NamedTuple):
     attention: tuple[Attention, tuple[tuple[str, Split], ...]] | None
     kernel: tuple[Fused, tuple[tuple[str, Split], ...]] | None
     vector: WeightedSum
+    intensity: float
     num_bytes: WeightedSum
     stored: WeightedSum
     kept: tuple[WeightedSum, ...]
@@ -120,6 +122,7 @@ def lower_op(
         attention=attention,
         kernel=kernel,
         vector=vector,
+        intensity=_intensity(symbols.weights(vector), [term for _, term in moved]),
         num_bytes=symbols.sum(term for _, term in moved),
         stored=symbols.sum(term for stored, term in moved if stored),
         kept=tuple(symbols.sum([term]) for stored, term in moved if not stored),
@@ -134,6 +137,12 @@ def lower_op(
         launched=not _beside(op),
         joins=joins,
     )
+
+
+def _intensity(flops: Mapping[Volume, float], moved: Sequence[tuple[Volume, float]]) -> float:
+    """FLOPs per byte of the same volume at most."""
+    own = {volume: sum(num_bytes for other, num_bytes in moved if other == volume) for volume in flops}
+    return max((f / max(own[volume], 1e-30) for volume, f in flops.items()), default=0.0)
 
 
 def _beside(op: Op) -> bool:
