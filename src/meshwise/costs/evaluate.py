@@ -339,8 +339,10 @@ def evaluated(
     blocks = tuple((b, b.part(structure, c.remat_share), own) for b, own in zip(lowered, local, strict=True))
     times = []
     for b, _, own in blocks:
-        # Collectives over axes of size 1 cost nothing; they are skipped unless a ledger is kept.
-        sent = (one for one in b.collectives if ledger is not None or not is_one(extents.devices(one.key.mesh_axes)))
+        sent = b.collectives
+        if ledger is None:  # over axes of size 1 they cost nothing
+            alone = {axes for axes in b.groups if is_one(extents.devices(axes))}
+            sent = tuple(one for one in sent if one.key.mesh_axes not in alone)
         times.append(_block_time(problem, structure, b, own, share=c.remat_share, sent=sent))
     rates = rates_of(problem, structure, wires, bounded=bounded)
     sums, once = role_sums(times, CollectivePrices(rates, extents), ledger)

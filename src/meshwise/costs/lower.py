@@ -252,6 +252,11 @@ class LoweredTrainingBlock(LoweredBlock):
         return self.of.collectives().of_training(self.placed, self.of.optimizer)
 
     @_Part
+    def groups(self) -> frozenset[Split]:
+        """Groups of mesh axes over which it sends anything."""
+        return frozenset(one.key.mesh_axes for one in self.collectives)
+
+    @_Part
     def sent(self) -> frozenset[tuple[Split, Purpose]]:
         """Groups of mesh axes, sorted, over which something is sent, and for what."""
         p = self.placed

@@ -267,6 +267,8 @@ class StepRates:
         if isinstance(self.wires, PlacedWires):
             for axes in groups:
                 for group in others:
+                    if shared is True:
+                        return True
                     shared = shared | self.wires.share_links(axes, group)
         return shared
 
