@@ -258,15 +258,16 @@ class Pricing:
             self.groups_of[choices] = groups_that_send(self.problem, choices)
         groups, fabric = self.groups_of[choices], self.network.fabric
         new = [int(i) for i in ids if (groups, int(i)) not in self.worthy]
-        if new:
-            options = [placements(fabric.sizes, tuple(int(n) for n in self.table.meshes[i])) for i in new]
-            counts = np.array([len(o) for o in options])
-            factors, starts = np.concatenate(options), np.cumsum(counts) - counts
+        for i in new:
+            options = placements(fabric.sizes, tuple(int(n) for n in self.table.meshes[i]))
+            self.worthy[groups, i], self.counts[i] = options, len(options)
+        if several := [i for i in new if self.counts[i] > 1]:  # one has none to be compared with
+            counts = np.array([self.counts[i] for i in several])
+            factors, starts = np.concatenate([self.worthy[groups, i] for i in several]), np.cumsum(counts) - counts
             kept = undominated(fabric, factors, starts, groups[0], self.problem.routing, at_once=groups[1])
-            owner = np.repeat(np.arange(len(new)), counts)[kept]
-            for k, i in enumerate(new):
+            owner = np.repeat(np.arange(len(several)), counts)[kept]
+            for k, i in enumerate(several):
                 self.worthy[groups, i] = factors[kept[owner == k]]
-                self.counts[i] = int(counts[k])
         return [self.worthy[groups, int(i)] for i in ids]
 
 
