@@ -175,9 +175,15 @@ def _logits_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _scaled(logits: jax.Array, scale: float, cap: float | None) -> jax.Array:
-    """Scale logits, then bend them to c tanh(x / c), whose gradient follows from what it gives: no other is kept."""
+    """Scale logits, then bend them to c tanh(x / c), whose gradient follows from what it gives: no other is kept.
+
+    The loss reads bent ones as they are kept: a compiler would hold them in fp32, too, rather than bend them twice.
+    """
     x = logits.astype(jnp.float32) * scale
-    return (x if cap is None else cap * jnp.tanh(x / cap)).astype(logits.dtype)
+    if cap is None:
+        return x.astype(logits.dtype)
+    bent: jax.Array = jax.lax.optimization_barrier((cap * jnp.tanh(x / cap)).astype(logits.dtype))
+    return bent
 
 
 def _scaled_forward(logits: jax.Array, scale: float, cap: float | None) -> tuple[jax.Array, jax.Array | None]:
