@@ -34,11 +34,15 @@ KEPT = {
 CALIBRATION = {False: IDENTITY, True: replace(IDENTITY, compiled=True)}
 
 
-def memory(*, on="h100:8", precision="bf16", sequences=8, tied=False, vocabulary=V, compiled=False, **layout):
+def memory(
+    *, on="h100:8", precision="bf16", sequences=8, tied=False, vocabulary=V, compiled=False, in_step=False, **layout
+):
     cluster = parse_cluster(on)
     job = TrainingJob(batch_tokens=str(sequences * T), seq_len=str(T), precision=precision)
     config = {**load_model("llama-3-8b").config, "tie_word_embeddings": tied, "vocab_size": vocabulary}
-    problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, CALIBRATION[compiled])
+    problem = TrainingProblem(
+        read_config(config, name="llama-3-8b", where="here"), job, cluster, CALIBRATION[compiled], in_step
+    )
     torus = (2, 2, 2) if on.startswith("v5p") else None  # all of it is one axis of the mesh
     wires = tuple((a, torus or (n,)) for a, n in layout.items() if a in ("data", "fsdp", "tensor", "stage", "context"))
     return estimate_training(problem, Fabric.of(cluster), Layout(**layout, wires=wires)).memory
@@ -89,6 +93,18 @@ def test_a_compiled_head_holds_weights_or_gradient_of_one_microbatch_and_both_wh
     )
     two = {"fsdp": 8, "remat": "full", "sequences": 16, "num_microbatches": 2}
     assert memory(**two, compiled=True) == memory(**two)
+
+
+def test_our_own_program_holds_no_gradients_of_layers_of_one_microbatch_while_its_head_is_at_work():
+    layout = {"fsdp": 8, "remat": "full", "compiled": True, "sequences": 16, "micro_batch": 2}
+    ours, whole = memory(**layout, in_step=True), memory(**layout)
+    layers = L * LAYER * BF16 / 8
+    assert whole["total"] - ours["total"] == pytest.approx(layers, rel=1e-12)
+    assert ours["gradients"] == pytest.approx((2 * V * D + D) * BF16 / 8, rel=1e-12)
+    # Where a layer needs most they are all there, and where those of microbatches are added up.
+    assert memory(**layout, in_step=True, vocabulary=1024) == memory(**layout, vocabulary=1024)
+    two = layout | {"sequences": 32, "num_microbatches": 2}
+    assert memory(**two, in_step=True) == memory(**two)
 
 
 def test_a_layer_at_work_counts_where_it_needs_more_than_the_head():

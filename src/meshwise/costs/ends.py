@@ -27,6 +27,7 @@ class End:
         head_share: share of the head's computation that the device does.
         state_share: share of the optimizer's state of embedding and head that it holds, where stages can divide it.
         made: gradients of layers that all are made before they are added up, over those that add up.
+        later: 1 where gradients of layers take no memory yet while the head makes its own: those of one microbatch.
     """
 
     counts: Mapping[str, Num]
@@ -37,6 +38,7 @@ class End:
     head_share: Num = 1.0
     state_share: Num = 1.0
     made: Num = 0.0
+    later: Num = 0.0
 
     def copies(self, name: str, block: Block, number: Num, divides: Num) -> Num:
         """How many copies of a block's state of the class `name` are held where there are `number` of the block.
@@ -102,4 +104,5 @@ def _end_in_step(layers: int, pipeline: Pipeline, held: Num, made: float) -> End
         head_share=1 / shape.stages,
         state_share=1 / shape.stages,
         made=(shape.stages > 1) * made / chunks,
+        later=((shape.num_microbatches == 1) & (shape.stages == 1)) * 1.0,
     )

@@ -314,7 +314,7 @@ class _AtWork:
 
     @classmethod
     def of(cls, block: Block, present: Num, local: LocalMemory, stored: Num, *, end: End, waiting: Num) -> _AtWork:
-        """`stored`: bytes of the gathered weights as stored; `waiting`: of gradients of layers, to be added up.
+        """`stored`: bytes of the gathered weights as stored; `waiting`: of gradients of layers.
 
         Weights of a layer are gathered one after the other: the next layer's take the place of those that were read.
         """
@@ -333,8 +333,9 @@ class _AtWork:
         # A lookup's table is read in the forward pass alone: it is among the moments, as its gradient is.
         gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0) * at_once)
         # A compiler makes a head's gradient after those of layers, beside which it sends them.
-        waiting, share = 0.0 if block.role == "embed" else waiting, end.head_share if block.role == "head" else 1.0
-        return cls(block, present, workspace, gathered, local.buffers, waiting, share)
+        unsent = {"embed": 0.0, "head": (end.made - end.later) * waiting}.get(block.role, end.made * waiting)
+        share = end.head_share if block.role == "head" else 1.0
+        return cls(block, present, workspace, gathered, local.buffers, unsent, share)
 
     @property
     def total(self) -> Num:
@@ -368,12 +369,12 @@ def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Nu
                 yield name, moment.block, copies * share, num_bytes
 
 
-def _waiting(state: Iterable[tuple[Part, Mapping[str, Num]]], end: End) -> Num:
-    """Bytes of gradients of layers that are made before any is added up."""
+def _of_layers(state: Iterable[tuple[Part, Mapping[str, Num]]], end: End) -> Num:
+    """Bytes of gradients of all layers, where they may be there twice, or not yet."""
     total: Num = 0.0
     for part, held in state:
-        if part.block.role == "layer" and not is_zero(end.made):
-            total = total + end.made * end.counts["layer"] * part.block.repeat * part.share * held["gradients"]
+        if part.block.role == "layer" and not (is_zero(end.made) and is_zero(end.later)):
+            total = total + end.counts["layer"] * part.block.repeat * part.share * held["gradients"]
     return total
 
 
@@ -395,7 +396,7 @@ def stage_memory(
         if holdings is not None:
             holdings.append(Holding(name, block, copies, num_bytes))
 
-    waiting = _waiting([(part, held) for (part, _), held in zip(blocks, state, strict=True)], end)
+    waiting = _of_layers([(part, held) for (part, _), held in zip(blocks, state, strict=True)], end)
     for (part, local), held in zip(blocks, state, strict=True):
         block = part.block
         n = end.counts[block.role] * block.repeat * part.share

@@ -59,8 +59,11 @@ def explain_memory(w: Breakdown, memory: Mapping[str, float], paddings: Sequence
 
 def _class(w: Breakdown, one: ClassBreakdown, num_bytes: float, paddings: Sequence[Padding]) -> Explanation:
     formula, source = _CLASSES[one.name]
-    parts = [f"{number(h.copies)} {h.block} x {format_bytes(h.num_bytes)}" for h in one.holdings]
-    text = " + ".join(parts)
+    signs = {h: "-" if h.num_bytes < 0 else "+" for h in one.holdings}
+    text = "".join(f" {signs[h]} {number(h.copies)} {h.block} x {format_bytes(abs(h.num_bytes))}" for h in signs)
+    text = text.removeprefix(" + ")
+    if "-" in signs.values():
+        text += "; most is held before layers make theirs"
     if one.name == "parameters":
         text += f"; {_shares(w)}" + "".join(f"; {padding_words(p)}" for p in paddings if p.waste)
     if one.name == "optimizer":

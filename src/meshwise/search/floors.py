@@ -60,7 +60,8 @@ def memory_floor(
     kept, floor = held.kept, 0.0
     for end in ends:
         head = end.head_share * end.counts["head"] * kept["head"]
-        most: Num = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
+        later = end.later * end.counts["layer"] * (state or {}).get("layer", 0.0)  # gradients of layers, and more
+        most: Num = (end.logits_in_flight - 1) * head + maximum(head - later, held.workspace)
         if not offloaded:
             most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
         for role, num_bytes in (state or {}).items():
