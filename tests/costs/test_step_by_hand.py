@@ -142,6 +142,24 @@ def test_what_runs_beside_nothing_comes_on_top_of_the_lower_bound(remat):
     assert s.expected == bare.expected
 
 
+def test_sums_of_gradients_that_nothing_runs_beside():
+    alone = replace(IDENTITY, sums_alone=True)
+    wires = (("fsdp", (4, 4, 4)),)
+    s, _ = step("v5p:4x4x4", alone, fsdp=64, remat="none", wires=wires)
+    bare, _ = step("v5p:4x4x4", fsdp=64, remat="none", wires=wires)
+    sums = 63 / 64 * 2 * PARAMETERS / (3 * 2 * V5P["link"])
+    assert s.lower == exactly(bare.lower + sums)
+    # Gathers hide as before, and the embedding's sum, that did, no longer does.
+    assert 0.9 * sums < s.terms["fsdp"] - bare.terms["fsdp"] < 64 / 63 * sums
+    assert s.terms["fsdp"] + s.hidden["fsdp"] == exactly(bare.terms["fsdp"] + bare.hidden["fsdp"])
+
+    wires = (("data", (4, 4, 4)),)
+    s, _ = step("v5p:4x4x4", alone.of_slices(1), data=64, remat="none", wires=wires)
+    assert s.hidden["data"] == 0 < s.resources["data"] <= s.terms["data"]
+    assert s.lower == exactly(max(s.resources["compute"], s.resources["hbm"]) + s.resources["data"])
+    assert alone.of_slices(2) == alone
+
+
 def test_collective_matmuls_hide_tensor_parallelism_on_tpus():
     tpu = CALIBRATIONS["tpu"]
     wires = (("tensor", (4, 1, 1)), ("fsdp", (1, 4, 4)))

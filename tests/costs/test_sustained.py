@@ -6,9 +6,9 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
+from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, anchored
 from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.fitted import anchored, find_calibration, fitted_calibration
+from meshwise.costs.fitted import find_calibration, fitted_calibration
 from meshwise.costs.spread import OWN_SPREAD, relative_spread, spread_parts
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import TrainingJob

@@ -133,6 +133,8 @@ class Calibration:
         late_exchange: whether what is exchanged once a step over the data axis waits for the last backward pass.
         in_turn: whether collectives on the critical path run beside nothing at all, so that the bound from below adds
             them to compute; else software is taken to hide them at best.
+        sums_alone: whether sums of gradients of weights in a slice run beside nothing, as those of TPUs do that have no
+            other cores to take them to.
         late_gathers: whether inputs of matmuls that are gathered once more for gradients of weights come beside the
             matmuls of the other gradients (Korthikanti et al. 2022, section 4.2.2).
         beside_sums: whether sums of gradients of inputs over the tensor axis run beside the gradients of the same
@@ -214,6 +216,7 @@ class Calibration:
     late_exchange: bool = False
     compiled: bool = False
     in_turn: bool = False
+    sums_alone: bool = False
     chained_startup: float | None = None
     late_gathers: bool = False
     beside_sums: bool = False
@@ -285,6 +288,17 @@ class Calibration:
     def sends_waited_for(self, schedule: str) -> int:
         """How many sends a device waits for at each pass under a schedule."""
         return self.late_sends if schedule in (self.late_schedules or (schedule,)) else 0
+
+    def of_slices(self, count: int) -> Calibration:
+        """The same on so many slices: what goes over the network between them runs beside compute in any case."""
+        if not self.sums_alone or count > 1:
+            return self
+        return replace(self, late_once=(*self.late_once, "gradients"))
+
+    @property
+    def sums_alone_once(self) -> bool:
+        """Whether nothing runs beside sums of gradients once a step, either."""
+        return self.sums_alone and "gradients" in self.late_once
 
     def sums_at_end(self, zero: int) -> bool:
         """Whether gradients under a stage of ZeRO are summed after the backward pass, as without ZeRO ("whole")."""
@@ -401,3 +415,10 @@ def default_calibration(chip: Chip) -> Calibration:
     """
     by_name = next((family for family, prefixes in _NAMES.items() if chip.name.startswith(prefixes)), None)
     return CALIBRATIONS[by_name or _VENDOR_FAMILY.get(chip.vendor, "none")]
+
+
+def anchored(base: Calibration, factor: float) -> Calibration:
+    """A calibration where all takes `factor` times as long, as measured steps of the machine and model said."""
+    name, sources = f"{base.name}*{factor:.4g}", None if base.uncertainty_sources is None else ("anchored",)
+    source = f"{base.source}; all times {factor:.4g} times as long, by measured steps"
+    return replace(base.slower(float(f"{factor:.4g}")), name=name, uncertainty_sources=sources, source=source)

@@ -361,7 +361,7 @@ def rates_of(problem: TrainingProblem, structure: LayoutChoices, wires: Wires, *
 
 def calibration_of(problem: TrainingProblem, structure: LayoutChoices) -> Calibration:
     """The calibration as far as the choices of a layout let its software overlap."""
-    calibration = problem.calibration
+    calibration = problem.on_slices
     if calibration.fused_sequences and not structure.sequence_parallel:
         calibration = replace(calibration, collective_matmul=False)
     if "whole" in calibration.late_once and not calibration.sums_at_end(structure.zero):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
-from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
+from meshwise.costs.calibration import CALIBRATIONS, Calibration, anchored, default_calibration
 from meshwise.costs.calibration_files import is_file_name, read_calibration_file
 from meshwise.hardware import Chip, load_chip
 
@@ -249,6 +249,10 @@ _MEASURED_FORMATS = {
     "tpu": (DType.BF16,),
 }
 
+#: TPUs whose SparseCores take sums, as XLA compiles for them: on others nothing runs beside a ReduceScatter or an
+#: AllReduce, whatever options it is given (docs/verify.md).
+_TAKE_SUMS = ("v5p", "v6e", "tpu7x")
+
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
 _GAP, _INTERFERENCE = 8.9e-6, 0.232
 
@@ -293,6 +297,8 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     found = _with(chip, family, SOFTWARE[name])
     if name == "xla" and name != usual:  # as programs compiled for GPUs are scheduled (docs/verify.md)
         found = replace(found, in_turn=True, late_once=("accumulated",), distinct_dispatch=False)
+    if name == "xla" and family.name == "tpu" and not chip.name.startswith(_TAKE_SUMS):
+        found = replace(found, sums_alone=True)
     return replace(found, name="fitted" if name == usual else f"fitted+{name}")
 
 
@@ -407,13 +413,6 @@ def find_calibration(name: str, chip: Chip) -> Calibration:
         known = ["operations", *CALIBRATIONS, "fitted", *(f"fitted+{s}" for s in SOFTWARE)]
         raise UnknownNameError("calibration", name, known)
     return CALIBRATIONS[name]
-
-
-def anchored(base: Calibration, factor: float) -> Calibration:
-    """A calibration where all takes `factor` times as long, as measured steps of the machine and model said."""
-    name, sources = f"{base.name}*{factor:.4g}", None if base.uncertainty_sources is None else ("anchored",)
-    source = f"{base.source}; all times {factor:.4g} times as long, by measured steps"
-    return replace(base.slower(float(f"{factor:.4g}")), name=name, uncertainty_sources=sources, source=source)
 
 
 def _factor(name: str, text: str) -> float:

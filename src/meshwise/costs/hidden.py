@@ -18,6 +18,8 @@ SENT = {
     "context": "keys, values and heads",
     "expert": "tokens to their experts",
     "fsdp": "gathers and reductions of FSDP",
+    "gathers": "gathers of FSDP",
+    "reductions": "reductions of FSDP",
     "gradients": "sums of gradients",
     "weights": "gathers of new weights",
     "sends": "sends between stages",
@@ -47,7 +49,9 @@ def _hidden(calibration: Calibration, layout: Layout) -> Iterator[tuple[str, str
         paired = beside or (layout.stage > 1 and find_schedule(layout.schedule).overlaps)
         yield "expert", "another microbatch's compute" if paired else ""
     if layout.fsdp > 1 or (layout.fully_sharded and others > 1):
-        yield "fsdp", "the compute of the layer before"
+        yield "gathers" if calibration.sums_alone else "fsdp", "the compute of the layer before"
+        if calibration.sums_alone:
+            yield "reductions", ""
     if layout.data > 1 or (others > 1 and not layout.fully_sharded):
         late = calibration.late_once
         waits = "gradients" in late or calibration.sums_at_end(layout.zero)

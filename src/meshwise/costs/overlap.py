@@ -105,7 +105,7 @@ class OnceSums:
 
     Args:
         seconds: by purpose and term.
-        bounds: seconds by term at data-sheet rates.
+        bounds: seconds by term at data-sheet rates; "in_turn" and "in_turn_hbm" as in `RoleSums`.
     """
 
     seconds: Sums = field(default_factory=Sums)
@@ -184,6 +184,8 @@ def _split(sent: Sent, calibration: Calibration) -> Iterable[tuple[Sent, str]]:
     beside them.
     """
     one = sent.collective
+    if _summed_alone(one, calibration):
+        return ((sent, "critical"),)
     if one.term != "tensor" or one.side != "critical":
         return ((sent, one.side),)
     if calibration.collective_matmul:
@@ -202,18 +204,35 @@ def _some(sent: Sent, number: int) -> Sent:
     return sent if share == 1 else sent._replace(number=number, seconds=sent.seconds * share)
 
 
-def _critical(one: CollectiveTemplate, calibration: Calibration) -> bool:
-    """Whether a collective is fused with no product, where others are of tensor parallelism."""
-    return one.side == "critical" and not (one.term == "tensor" and calibration.collective_matmul)
+def _summed_alone(one: CollectiveTemplate, calibration: Calibration) -> bool:
+    """Whether a collective is a sum of gradients of weights that runs beside nothing."""
+    return calibration.sums_alone and one.purpose is Purpose.GRADIENTS
 
 
-def _least_in_turn(found: Iterable[tuple[CollectiveTemplate, Num]], weights: Num) -> Num:
-    """Seconds of one copy's collectives that nothing runs beside, of those `found` with their bounds.
+def _waited_for(one: CollectiveTemplate, calibration: Calibration) -> bool:
+    """Whether nothing runs beside a collective, but gradients of weights: what no product is fused with, where so."""
+    fused = one.term == "tensor" and calibration.collective_matmul
+    return calibration.in_turn and one.side == "critical" and not fused
 
-    Products that make gradients of weights alone may run beside what gradients of activations wait for; `weights`:
-    seconds in which these are busy.
+
+def _add_turns(sums: RoleSums, b: BlockTime, found: Sequence[tuple[CollectiveTemplate, Num]], rates: StepRates) -> None:
+    """Add the bounds of those `found` that nothing runs beside."""
+    alone = total(bound for one, bound in found if _summed_alone(one, rates.calibration))
+    turns = [(one, bound) for one, bound in found if _waited_for(one, rates.calibration)]
+    if turns or not is_zero(alone):
+        weights = b.compute["weights"]
+        sums.resources.add("in_turn", b.count * _least_in_turn(alone, turns, weights.busy))
+        read = weights.matmul_bytes / rates.chip.hbm_bandwidth
+        sums.resources.add("in_turn_hbm", b.count * _least_in_turn(alone, turns, read))
+
+
+def _least_in_turn(alone: Num, found: Iterable[tuple[CollectiveTemplate, Num]], weights: Num) -> Num:
+    """Seconds of one copy's collectives that nothing runs beside: `alone`, and those `found` with their bounds.
+
+    Products that make gradients of weights alone may run beside what gradients of activations wait for, of the latter;
+    `weights`: seconds in which these are busy.
     """
-    before: Num = 0.0
+    before: Num = alone
     beside: Num = 0.0
     for one, bound in found:
         remade = bound if one.when is Pass.FORWARD else bound * (one.remade / one.count)
@@ -254,12 +273,8 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
             serial.add("backward", again.seconds)
             for some, side in _split(again, calibration):
                 _put(coming, some, side, "backward", noted=ledger is not None)
-    turns = [(one, bound) for one, bound in waited if _critical(one, calibration) and not is_zero(bound)]
-    if calibration.in_turn and turns:
-        alone = b.compute["weights"]
-        sums.resources.add("in_turn", count * _least_in_turn(turns, alone.busy))
-        read = alone.matmul_bytes / prices.rates.chip.hbm_bandwidth
-        sums.resources.add("in_turn_hbm", count * _least_in_turn(turns, read))
+    if (calibration.in_turn or calibration.sums_alone) and "weights" in b.compute:
+        _add_turns(sums, b, [(one, bound) for one, bound in waited if not is_zero(bound)], prices.rates)
     for term, seconds in bounds.items():
         sums.resources.add(term, count * seconds)
     for name, seconds in serial.items():
@@ -416,6 +431,8 @@ def _add_once(once: OnceSums, b: BlockTime, prices: CollectivePrices, ledger: Le
             sent, bound = prices.priced(one, b.known)
             once.seconds.add((one.purpose, one.term), b.count * sent.seconds)
             if prices.rates.bounded:
-                once.bounds.add(one.term, b.count * bound)
+                alone = one.purpose is Purpose.GRADIENTS and prices.rates.calibration.sums_alone_once
+                for name in (one.term, "in_turn", "in_turn_hbm") if alone else (one.term,):
+                    once.bounds.add(name, b.count * bound)
             if ledger is not None:
                 ledger.hidings.append(Hiding(4, b.block, Pass.STEP, (sent,), 0.0, 0.0, b.count))

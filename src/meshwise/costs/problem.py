@@ -56,6 +56,11 @@ class TrainingProblem(_Problem):
     in_step: bool = False
     """Whether the stages of a pipeline work in step, as those of meshwise's own runtime do."""
 
+    @cached_property
+    def on_slices(self) -> Calibration:
+        """The calibration with what it hides on the cluster's slices."""
+        return self.calibration.of_slices(self.cluster.num_slices)
+
     @property
     def made_in_step(self) -> float | None:
         """Bytes of a gradient as it is made over those of a sum, where stages of a compiled program work in step."""

@@ -8,7 +8,8 @@ The rule for the *expected* time, stated once:
    and pass, as far as that lasts. So do those that a layout asks for, on any chip; they go round a ring, send by send.
    The keys and values of ring attention hide behind the attention of their own block and pass. What is gathered once
    more for gradients of weights alone comes beside the other gradients, and sums of gradients of inputs beside those of
-   the same weights, where the software does so (`late_gathers`, `beside_sums`).
+   the same weights, where the software does so (`late_gathers`, `beside_sums`). Where software
+   can run nothing beside sums of gradients of weights (`sums_alone`), these stand there, too.
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
    out of its collective matmuls), as far as that lasts. Where they need links that collective matmuls or the ring of
    attention use at the same time, they hide behind what those leave of it: the times on shared links add up.
@@ -25,8 +26,8 @@ The rule for the *expected* time, stated once:
    behind the last backward pass, as far as that lasts (`offload`).
 
 *Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. Where software runs
-what rule 2 leaves on the critical path beside nothing at all (`in_turn`), these collectives come on top of the busier
-of matrix unit and memory. *Upper* hides nothing.
+what rule 2 leaves on the critical path beside nothing at all (`in_turn`, `sums_alone`), these collectives come on top
+of the busier of matrix unit and memory. *Upper* hides nothing.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class Choices:
     def calibration(self) -> Calibration:
         """What the tool is set up to hide: as the plan was priced where the tool can, else as it can."""
         priced = self.problem.calibration
-        return priced if self.overlap is None else self.overlap.of(priced, self.chip)
+        own = priced if self.overlap is None else self.overlap.of(priced, self.chip)
+        return own.of_slices(self.problem.cluster.num_slices)
 
     @cached_property
     def hidden(self) -> Mapping[str, str]:
@@ -295,6 +296,7 @@ XLA_OVERLAP = Overlap(
         "tensor": "collective matmuls, on TPUs (Wang et al. 2023; XLA's default)",
         "ring": "sends of a loop run beside the attention that does not need them (XLA's latency-hiding scheduler)",
         "fsdp": "the latency-hiding scheduler; on TPUs asynchronous collective fusion (MaxText, xla_flags_library.py)",
+        "gathers": "likewise",
         "gradients": "likewise",
         "weights": "likewise",
     },

@@ -39,11 +39,11 @@ def _in_turn(w: Breakdown, resources: Mapping[str, float]) -> Explanation:
     busier = max(resources["compute"], resources["hbm"])
     return Explanation(
         "busy: in turn",
-        "max(compute, HBM) + collectives that what comes next waits for (rule 2), at data-sheet bandwidth; of those of "
-        "the backward pass what products for gradients of weights may run beside is left out",
+        "max(compute, HBM) + collectives that nothing runs beside (rule 2), at data-sheet bandwidth; of "
+        "what gradients of activations wait for, what products for gradients of weights may run beside is left out",
         f"{format_time(busier)} + {format_time(resources['in_turn'] - busier)}",
         format_time(resources["in_turn"]),
-        f"docs/verify.md: programs that {w.problem.calibration.software} compiles for GPUs hide none of them",
+        f"docs/verify.md: programs that {w.problem.calibration.software} compiles for such chips hide none of them",
     )
 
 

@@ -184,7 +184,7 @@ def _subject_of(plan: Plan, inputs: Mapping[str, Any]) -> tuple[RenderableType, 
     more = f" (and {counted(len(notes) - 1, 'note')} more: --details)" if len(notes) > 1 else ""
     takers = f"runs in {', '.join(runs_in(plan)) or 'no tool yet'}"
     asked = set(inputs.get("tool") or ()) - {"none"}
-    overlap = named_overlap(plan.problem.calibration, plan.layout) if asked else None
+    overlap = named_overlap(plan.problem.on_slices, plan.layout) if asked else None
     lines = "; ".join(said(takers, likely_range(plan))), overlap, f"note: {notes[0]}{more}" if notes else None
     return (Text("\n".join(said(_subject(plan), *lines))),)
 
@@ -283,7 +283,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
         _tuning(problem),
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
-        named_overlap(calibration, plan.layout),
+        named_overlap(problem.on_slices, plan.layout),
         f"MFU counts {_COUNTED[job.tuning.full]}, causal attention as computed, no recomputation",
         _DEALT_OUT if plan.layout.context > 1 else None,
         *length_words(problem.model, job.seq_len),

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration import Calibration
-from meshwise.costs.fitted import anchored, find_calibration
+from meshwise.costs.calibration import Calibration, anchored
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.spread import EIGHTY_PERCENT, OWN_SPREAD, relative_spread, shared_spread
 from meshwise.scoring.prediction import Refusal
