@@ -1,6 +1,7 @@
 """The kernels that apply elementwise functions to rows of groups on NVIDIA GPUs, interpreted: as JAX does it."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import meshwise
 from meshwise.runtime.kernels import gpu, gpu_grouped, gpu_rows, tpu
+from meshwise.runtime.kernels.counted import lowered_for
 from meshwise.runtime.kernels.masks import Masks, Pairs
 
 groups = st.lists(st.sampled_from([0, 1, 16, 35]), min_size=1, max_size=4).filter(any)
@@ -62,7 +64,7 @@ def nanoseconds(platform, function, *shapes):
 
 @pytest.mark.jax
 def test_the_scheduler_knows_how_long_kernels_of_gpus_take():
-    """Under the name that XLA's latency estimator for GPUs reads; as long as an H100 takes."""
+    """Under the name that XLA's latency estimator for GPUs reads; as long as the GPU takes, or an H100."""
     rows, sizes = jax.ShapeDtypeStruct((4096, 2880), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
     matrices = jax.ShapeDtypeStruct((8, 2880, 2880), jnp.bfloat16)
 
@@ -76,6 +78,9 @@ def test_the_scheduler_knows_how_long_kernels_of_gpus_take():
     *elementwise, multiplied = nanoseconds("cuda", experts, rows, rows, matrices, sizes)
     assert elementwise == pytest.approx([3e-3 * read, 5e-3 * read], rel=1e-3)
     assert product < 1e3 * multiplied < 1.1 * product  # the last block of each expert is full by half
+    with lowered_for("NVIDIA B200"):
+        *faster, _ = nanoseconds("cuda", partial(experts), rows, rows, matrices, sizes)  # traced anew
+    assert faster == pytest.approx([3.35 / 8 * one for one in elementwise], rel=1e-3)
 
 
 @pytest.mark.jax

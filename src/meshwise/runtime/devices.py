@@ -260,12 +260,14 @@ def lowering_for(device: Any) -> Iterator[None]:
     """While programs are lowered for a GPU that may not be there: from 0.11 on, JAX's kernels ask which it is."""
     import jax  # noqa: PLC0415 -- loaded already
 
+    from meshwise.runtime.kernels.counted import lowered_for  # noqa: PLC0415
+
     sharding: Any = jax.sharding
-    if device.platform not in ("gpu", "cuda") or not hasattr(sharding, "AbstractDevice"):
-        yield
-        return
-    kind = sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.core_count, platform="gpu")
-    with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=kind)):
+    known: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if device.platform in ("gpu", "cuda") and hasattr(sharding, "AbstractDevice"):
+        kind = sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.core_count, platform="gpu")
+        known = sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=kind))
+    with lowered_for(str(device.device_kind)), known:
         yield
 
 

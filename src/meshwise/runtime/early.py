@@ -13,15 +13,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshwise.core.tensors import Attention, Einsum, Kind, Op, Route, Tensor
-from meshwise.runtime.kernels.counted import RATES
+from meshwise.runtime.kernels.counted import rates
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 
 #: A weight, and where it is read.
 Gathered = tuple[Tensor, Sharding]
-
-#: Bytes/s of a GPU to others of its host, and to those elsewhere (H100 SXM, 400 Gbit/s a GPU): hints, as `RATES`.
-_LINKS = 450e9, 50e9
 
 #: Operations are not as fast as data sheets say: what comes this much later than the clock has come in time.
 _LATER = 1.2
@@ -67,14 +64,16 @@ def waited_for(
     for op in ops:
         while long and long[0][1] <= _LATER * clock:
             found.setdefault(op.name, []).append(long.pop(0)[0])
-        clock += 0.0 if op is dispatch else _seconds(op, sizes, width) / placement.mesh.size
+        clock += 0.0 if op is dispatch else _seconds(op, placement, sizes, width)
     return found
 
 
-def _seconds(op: Op, sizes: Mapping[str, float], width: int) -> float:
+def _seconds(op: Op, placement: Placement, sizes: Mapping[str, float], width: int) -> float:
+    """Of an operation on a device."""
+    known = rates(placement.kind)
     num_bytes = width * sum(math.prod(sizes[a] for a in t.axes) for t in op.tensors)
     flops = op.flops(sizes) if isinstance(op, (Attention, Einsum)) else 0.0
-    return max(float(flops) / RATES[0], num_bytes / RATES[1])
+    return max(float(flops) / known.flops, num_bytes / known.memory) / placement.mesh.size
 
 
 def _seconds_of_byte(axes: tuple[str, ...], placement: Placement) -> float:
@@ -83,6 +82,6 @@ def _seconds_of_byte(axes: tuple[str, ...], placement: Placement) -> float:
         return 0.0
     places = [placement.mesh.axis_names.index(a) for a in axes]
     group = np.moveaxis(placement.mesh.devices, places, range(len(axes))).reshape(placement.ways(axes), -1)[:, 0]
-    near = sum(device.process_index == group[0].process_index for device in group)
-    rate = _LINKS[0] if near == len(group) else min(_LINKS[0], _LINKS[1] * near)
+    near, known = sum(device.process_index == group[0].process_index for device in group), rates(placement.kind)
+    rate = known.near if near == len(group) else min(known.near, known.far * near)
     return (1 - 1 / len(group)) / rate

@@ -68,9 +68,14 @@ class Placement:
         return str(self.mesh.devices.flat[0].platform)
 
     @property
+    def kind(self) -> str:
+        """What the devices call themselves."""
+        return str(self.mesh.devices.flat[0].device_kind)
+
+    @property
     def is_nvidia(self) -> bool:
         """Whether the devices are GPUs of NVIDIA: those of AMD have the same platform."""
-        kind = str(self.mesh.devices.flat[0].device_kind).lower()
+        kind = self.kind.lower()
         return self.platform in ("gpu", "cuda") and "amd" not in kind and "mi3" not in kind
 
     @property

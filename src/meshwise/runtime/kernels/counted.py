@@ -9,15 +9,62 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import NamedTuple
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from meshwise.core.dtypes import DType
+from meshwise.hardware import Tree, load_chip, parse_cluster
+from meshwise.hardware.names import chip_of_device
 from meshwise.runtime.kernels.masks import Pairs
 
-#: FLOP/s and bytes/s of the GPU (H100 SXM, data sheet) by which XLA's scheduler is told how long kernels take: a hint
-#: on others, where products and collectives are slower or faster together.
-RATES = 989e12, 3.35e12
+#: What calls itself as no chip of the catalog does is taken for this one.
+_UNKNOWN = "h100-sxm"
+
+#: Kind of the devices that programs are lowered for, where they are not this machine's.
+_LOWERED_FOR: ContextVar[str | None] = ContextVar("lowered_for", default=None)
+
+
+class Rates(NamedTuple):
+    """Of a GPU's data sheet, by which XLA's scheduler is told how long operations take: hints.
+
+    Args:
+        flops: FLOP/s of products in bf16.
+        memory, near, far: bytes/s of its memory, to those that its links reach, and to others.
+    """
+
+    flops: float
+    memory: float
+    near: float
+    far: float
+
+
+@cache
+def rates(kind: str) -> Rates:
+    """Rates of devices that call themselves so (`Device.device_kind`).
+
+    >>> rates("NVIDIA B200").near, rates("cpu") == rates("NVIDIA H100 80GB HBM3")
+    (900000000000.0, True)
+    """
+    name = chip_of_device(kind) or _UNKNOWN
+    network = parse_cluster(f"{name}:64").network
+    if not isinstance(network, Tree):
+        return rates(_UNKNOWN)
+    chip, levels = load_chip(name), [level.bandwidth_per_chip_one_way for level in network.levels]
+    return Rates(chip.flops_per_s[DType.BF16], chip.hbm_bandwidth, levels[0], levels[-1])
+
+
+@contextmanager
+def lowered_for(kind: str) -> Iterator[None]:
+    """While programs are lowered for devices that may not be there."""
+    token = _LOWERED_FOR.set(kind)
+    try:
+        yield
+    finally:
+        _LOWERED_FOR.reset(token)
 
 
 def says(flops: int, num_bytes: int) -> AbstractContextManager[None]:
@@ -37,7 +84,8 @@ def timed(subscripts: str, *operands: jax.Array) -> AbstractContextManager[None]
 
 
 def _lasting(flops: int, num_bytes: int = 0) -> AbstractContextManager[None]:
-    seconds = max(flops / RATES[0], num_bytes / RATES[1])
+    known_rates = rates(_LOWERED_FOR.get() or str(jax.local_devices()[0].device_kind))
+    seconds = max(flops / known_rates.flops, num_bytes / known_rates.memory)
     known: AbstractContextManager[None] = set_xla_metadata(latency_metadata=str(round(1e9 * seconds)))
     return known
 
