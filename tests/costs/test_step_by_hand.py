@@ -26,12 +26,12 @@ def exactly(value):
     return pytest.approx(value, rel=1e-12, abs=0)
 
 
-def step(cluster, calibration=IDENTITY, *, seq_len=T, layers=L, **layout):
+def step(cluster, calibration=IDENTITY, *, seq_len=T, layers=L, in_step=False, **layout):
     cluster = parse_cluster(cluster)
     whole = Layout(**layout)
     job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len), precision="book")
     config = {**load_model("llama-3-8b").config, "num_hidden_layers": layers}
-    problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, calibration)
+    problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, calibration, in_step)
     return evaluate_layout(problem, Fabric.of(cluster), whole).step, cluster.chip
 
 
@@ -158,6 +158,16 @@ def test_sums_of_gradients_that_nothing_runs_beside():
     assert s.hidden["data"] == 0 < s.resources["data"] <= s.terms["data"]
     assert s.lower == exactly(max(s.resources["compute"], s.resources["hbm"]) + s.resources["data"])
     assert alone.of_slices(2) == alone
+
+    # In programs of our own all that activations wait for comes on top, too, and collective matmuls are none.
+    wires = (("tensor", (4, 1, 1)), ("data", (1, 4, 4)))
+    layout = {"tensor": 4, "data": 16, "remat": "none", "wires": wires}
+    alone = replace(alone, collective_matmul=True)
+    (s, _), (other, _) = (step("v5p:4x4x4", alone, in_step=ours, **layout) for ours in (True, False))
+    busier = max(s.resources["compute"], s.resources["hbm"])
+    assert s.lower == exactly(busier + s.resources["tensor"] + s.resources["data"])
+    assert other.lower == exactly(busier + s.resources["data"])
+    assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
 
 
 def test_collective_matmuls_hide_tensor_parallelism_on_tpus():

@@ -216,23 +216,22 @@ def _waited_for(one: CollectiveTemplate, calibration: Calibration) -> bool:
 
 
 def _add_turns(sums: RoleSums, b: BlockTime, found: Sequence[tuple[CollectiveTemplate, Num]], rates: StepRates) -> None:
-    """Add the bounds of those `found` that nothing runs beside."""
-    alone = total(bound for one, bound in found if _summed_alone(one, rates.calibration))
-    turns = [(one, bound) for one, bound in found if _waited_for(one, rates.calibration)]
-    if turns or not is_zero(alone):
-        weights = b.compute["weights"]
-        sums.resources.add("in_turn", b.count * _least_in_turn(alone, turns, weights.busy))
-        read = weights.matmul_bytes / rates.chip.hbm_bandwidth
-        sums.resources.add("in_turn_hbm", b.count * _least_in_turn(alone, turns, read))
+    """Add the bounds of those `found` that nothing runs beside; where sums stand alone, no gradients of weights do."""
+    calibration, weights = rates.calibration, b.compute["weights"]
+    turns = [(one, bound) for one, bound in found if _summed_alone(one, calibration) or _waited_for(one, calibration)]
+    if turns:
+        busy, read = weights.busy, weights.matmul_bytes / rates.chip.hbm_bandwidth
+        for name, beside in (("in_turn", busy), ("in_turn_hbm", read)):
+            sums.resources.add(name, b.count * _least_in_turn(turns, 0.0 if calibration.sums_alone else beside))
 
 
-def _least_in_turn(alone: Num, found: Iterable[tuple[CollectiveTemplate, Num]], weights: Num) -> Num:
-    """Seconds of one copy's collectives that nothing runs beside: `alone`, and those `found` with their bounds.
+def _least_in_turn(found: Iterable[tuple[CollectiveTemplate, Num]], weights: Num) -> Num:
+    """Seconds of one copy's collectives that nothing runs beside, of those `found` with their bounds.
 
-    Products that make gradients of weights alone may run beside what gradients of activations wait for, of the latter;
-    `weights`: seconds in which these are busy.
+    Products that make gradients of weights alone may run beside what gradients of activations wait for; `weights`:
+    seconds in which these are busy.
     """
-    before: Num = alone
+    before: Num = 0.0
     beside: Num = 0.0
     for one, bound in found:
         remade = bound if one.when is Pass.FORWARD else bound * (one.remade / one.count)
