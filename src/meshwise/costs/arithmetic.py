@@ -57,14 +57,16 @@ def log2(value: Any) -> Any:
     return np.log2(value) if isinstance(value, _Array) else math.log2(value)
 
 
-def doublings(value: Any) -> Any:
+def doublings(value: Num) -> Num:
     """How often 1 is doubled to reach `value`: its binary logarithm, rounded up, in a third of the time.
 
     >>> doublings(1.0), doublings(8.0), doublings(np.array([9.0, 16.0]))
     (0.0, 3.0, array([4., 4.]))
     """
-    exponent = (np if isinstance(value, _Array) else math).frexp(value - 1e-9)[1]
-    return exponent * 1.0
+    if isinstance(value, _Array):
+        exponents: NDArray[np.float64] = np.frexp(value - 1e-9)[1] * 1.0
+        return exponents
+    return math.frexp(value - 1e-9)[1] * 1.0
 
 
 def interpolated(value: Num, points: Sequence[tuple[float, float]]) -> Num:
@@ -150,7 +152,7 @@ def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
     return np.concatenate([_rows(part, n) for part, n in zip(parts, numbers, strict=True)], axis=-1)
 
 
-def _rows(part: Any, number: int) -> Any:
+def _rows(part: Num, number: int) -> Num:
     """As many rows of an array, or of what is the same in all rows."""
     shape = np.shape(part)
     return part if shape[-1:] == (number,) else np.broadcast_to(part, (*shape[:-1], number))
