@@ -32,7 +32,7 @@ class Rates(NamedTuple):
     """Of a GPU's data sheet, by which XLA's scheduler is told how long operations take: hints.
 
     Args:
-        flops: FLOP/s of products in bf16.
+        flops: FLOP/s of products in 16 bits.
         memory, near, far: bytes/s of its memory, to those that its links reach, and to others.
     """
 
@@ -48,13 +48,16 @@ def rates(kind: str) -> Rates:
 
     >>> rates("NVIDIA B200").near, rates("cpu") == rates("NVIDIA H100 80GB HBM3")
     (900000000000.0, True)
+    >>> rates("Tesla V100-SXM2-16GB").flops
+    125000000000000.0
     """
     name = chip_of_device(kind) or _UNKNOWN
     network = parse_cluster(f"{name}:64").network
     if not isinstance(network, Tree):
         return rates(_UNKNOWN)
     chip, levels = load_chip(name), [level.bandwidth_per_chip_one_way for level in network.levels]
-    return Rates(chip.flops_per_s[DType.BF16], chip.hbm_bandwidth, levels[0], levels[-1])
+    flops = chip.flops_per_s.get(DType.BF16) or chip.flops_per_s[DType.FP16]  # V100 has no bf16
+    return Rates(flops, chip.hbm_bandwidth, levels[0], levels[-1])
 
 
 @contextmanager
