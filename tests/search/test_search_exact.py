@@ -309,7 +309,8 @@ def small_searches(draw):
         precision=draw(st.sampled_from(("bf16", "mixed"))),
     )
     calibration = ALL_CALIBRATIONS[draw(st.sampled_from(sorted(ALL_CALIBRATIONS)))]
-    problem = TrainingProblem(draw(st.sampled_from((dense, MIXTURE, NODE_LIMITED, LEARNED))), job, cluster, calibration)
+    model = draw(st.sampled_from((dense, MIXTURE, NODE_LIMITED, LEARNED)))
+    problem = TrainingProblem(model, job, cluster, calibration, in_step=draw(st.booleans()))
     varied = {
         "remat": draw(some("none", "matmuls", "attention", "full")),
         "zero": draw(some(0, 1, 2)),

@@ -184,7 +184,7 @@ def _split(sent: Sent, calibration: Calibration) -> Iterable[tuple[Sent, str]]:
     beside them.
     """
     one = sent.collective
-    if _summed_alone(one, calibration):
+    if summed_alone(one, calibration):
         return ((sent, "critical"),)
     if one.term != "tensor" or one.side != "critical":
         return ((sent, one.side),)
@@ -204,7 +204,7 @@ def _some(sent: Sent, number: int) -> Sent:
     return sent if share == 1 else sent._replace(number=number, seconds=sent.seconds * share)
 
 
-def _summed_alone(one: CollectiveTemplate, calibration: Calibration) -> bool:
+def summed_alone(one: CollectiveTemplate, calibration: Calibration) -> bool:
     """Whether a collective is a sum of gradients of weights that runs beside nothing."""
     return calibration.sums_alone and one.purpose is Purpose.GRADIENTS
 
@@ -218,7 +218,7 @@ def _waited_for(one: CollectiveTemplate, calibration: Calibration) -> bool:
 def _add_turns(sums: RoleSums, b: BlockTime, found: Sequence[tuple[CollectiveTemplate, Num]], rates: StepRates) -> None:
     """Add the bounds of those `found` that nothing runs beside; where sums stand alone, no gradients of weights do."""
     calibration, weights = rates.calibration, b.compute["weights"]
-    turns = [(one, bound) for one, bound in found if _summed_alone(one, calibration) or _waited_for(one, calibration)]
+    turns = [(one, bound) for one, bound in found if summed_alone(one, calibration) or _waited_for(one, calibration)]
     if turns:
         busy, read = weights.busy, weights.matmul_bytes / rates.chip.hbm_bandwidth
         for name, beside in (("in_turn", busy), ("in_turn_hbm", read)):

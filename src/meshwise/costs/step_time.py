@@ -202,8 +202,7 @@ def _once(parts: StepParts, micro: RoleSums, stored: Shares, shape: PipelineShap
         together = total(by_term.values())
         cover: Num = 0.0
         if not calibration.late_exchange and by_term:
-            cover = micro.cover[purpose] * (1 - 1 / maximum(parts.layers * stored["layer"], 1.0))
-            cover = cover * _free(purpose, calibration, shape)
+            cover = micro.cover[purpose] * free_share(purpose, calibration, shape, parts.layers * stored["layer"])
         _, share = split_exposed(together, cover, calibration.interference)
         for term, seconds in by_term.items():
             once.exposed.add(term, seconds * share)
@@ -222,15 +221,20 @@ def _once(parts: StepParts, micro: RoleSums, stored: Shares, shape: PipelineShap
     return once
 
 
-def _free(purpose: Purpose, calibration: Calibration, shape: PipelineShape) -> Num:
-    """Whether what happens once a step for a purpose may hide, 1 or 0."""
+def free_share(purpose: Purpose, calibration: Calibration, shape: PipelineShape, layers: Num) -> Num:
+    """Share of a pass of so many layers behind which what happens once a step for a purpose may hide: not one of them.
+
+    It is 0 where the software sends it late.
+    """
+    free = 1 - 1 / maximum(layers, 1.0)
+    late = {*calibration.late_once}
     if purpose is Purpose.WEIGHTS:
-        return float("weights" not in calibration.late_once)
-    if {"whole", "gradients"} & {*calibration.late_once}:
+        return free * ("weights" not in late)
+    if {"whole", "gradients"} & late:
         return 0.0
-    if "accumulated" in calibration.late_once:
-        return where(shape.num_microbatches > 1, 0.0, 1.0)
-    return where(shape.stages > 1, 0.0, 1.0) if "pipelines" in calibration.late_once else 1.0
+    if "accumulated" in late:
+        return where(shape.num_microbatches > 1, 0.0, free)
+    return where(shape.stages > 1, 0.0, free) if "pipelines" in late else free
 
 
 def _on_the_busiest_device(ledger: Ledger, stored: Shares, worked: Shares) -> None:

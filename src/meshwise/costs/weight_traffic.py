@@ -13,17 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import Num
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.evaluate import rates_of
 from meshwise.costs.extents import Extents
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import STATE_CLASSES, state_bytes
+from meshwise.costs.overlap import summed_alone
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import CollectivePrices, Wires
 from meshwise.costs.traffic import CollectiveTemplate, Pass
 from meshwise.sharding.placed import Purpose
 
-#: Seconds of all copies of the blocks of a role, [4, meshes]: beside the forward and the backward pass of one
-#: microbatch; once a step, of reducing gradients and of gathering new weights.
+#: Seconds of all copies of the blocks of a role, [5, meshes]: beside the forward and the backward pass of one
+#: microbatch; once a step, of reducing gradients and of gathering new weights; and of sums of gradients of one
+#: microbatch that run beside nothing.
 WeightTraffic = NDArray[np.float64]
 
 
@@ -50,16 +53,19 @@ def evaluate_weight_traffic(
     prices = CollectivePrices(rates_of(problem, choices, links, bounded=False), extents)
     found: dict[str, WeightTraffic] = {}
     for block in problem.lowered.training(choices):
-        seconds = found.setdefault(block.role, np.zeros((4, np.size(mesh["data"]))))
+        seconds = found.setdefault(block.role, np.zeros((5, np.size(mesh["data"]))))
         for one in block.collectives:
             if one.when is Pass.STEP or one.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
-                seconds[_row(one)] += block.placed.block.repeat * prices.priced(one, {})[0].seconds
+                row = _row(one, prices.rates.calibration)
+                seconds[row] += block.placed.block.repeat * prices.priced(one, {})[0].seconds
     return found
 
 
-def _row(one: CollectiveTemplate) -> int:
+def _row(one: CollectiveTemplate, calibration: Calibration) -> int:
     if one.when is Pass.STEP:
         return 2 if one.purpose is Purpose.GRADIENTS else 3
+    if summed_alone(one, calibration):
+        return 4
     return 0 if one.when is Pass.FORWARD else 1
 
 

@@ -80,10 +80,6 @@ class SearchedNetwork:
         self.savings = tuple(Saving(loss, parts) for parts in offloads for loss in self.losses)
         self.offloads = np.array([bool(saving.offload) for saving in self.savings], bool)  # whether each does
         self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
-        # On one level each mesh has one placement: its price takes no longer than a bound of all. On switches every
-        # placement is bounded before, so that a price on ideal links would hardly raise the bound.
-        switched = not any(d.torus for d in fabric.dimensions)
-        self.placed_alone = switched or len(fabric.dimensions) == 1
         # Of combinations of choices, numbers of what tools refuse; the last of the savings stands for any.
         self._numbers = np.full((len(self.choices), len(self.schedules), len(self.savings) + 1), -1, np.int32)
 

@@ -22,12 +22,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.arithmetic import Num, joined, maximum, minimum
+from meshwise.costs.arithmetic import Num, joined, maximum, minimum, take
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.overlap import RoleSums, Sums
 from meshwise.costs.routing import Routing
 from meshwise.costs.step import Wires
+from meshwise.costs.step_time import free_share
 from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic
 from meshwise.search.bounds import CHUNK, Bounds, expanded
 from meshwise.search.candidates import Array, CandidateBatch, CandidateTable, Index, distinct
@@ -126,7 +127,9 @@ class PlacementBounds:
 
     def __init__(self, bounds: Bounds, mappings: IdealMapping | Placements) -> None:
         self.bounds, self.network, self.mappings = bounds, bounds.network, mappings
-        self.calibration = bounds.problem.calibration
+        calibration = bounds.problem.on_slices
+        # Where sums of whole gradients alone are late, it matters which choices have any.
+        self.calibration = replace(calibration, late_once=tuple(w for w in calibration.late_once if w != "whole"))
         self._traffic = WeightColumns(self.network.choices, self._evaluate_traffic)
 
     def raised(self, batch: CandidateBatch) -> CandidateBatch:
@@ -196,7 +199,7 @@ class PlacementBounds:
         busy: Num = 0.0
         for role, own in sums.items():
             forward = self._exposed(traffic[role][0], own.cover[Purpose.WEIGHTS])
-            backward = self._exposed(traffic[role][1], own.cover[Purpose.GRADIENTS])
+            backward = self._exposed(traffic[role][1], own.cover[Purpose.GRADIENTS]) + traffic[role][4]
             busy = busy + sum(own.passes.values()) - sum(own.exchanged.values()) + forward + backward
             late[role] = replace(own, passes=Sums(own.passes))
             late[role].passes.add("forward", forward)
@@ -224,17 +227,20 @@ class PlacementBounds:
             sums, traffic: by role, what hides, and what moves.
         """
         least: Num | None = None
-        for shares in self.bounds.pipeline(s)[3]:
+        pipeline, _, _, devices = self.bounds.pipeline(s)
+        shape = pipeline.at(pipe).shape
+        for shares in devices:
             there: Num = 0.0
+            stored = {role: take(share, pipe) for role, share in shares.items()}
             for row, purpose in ((2, Purpose.GRADIENTS), (3, Purpose.WEIGHTS)):
                 moved: Num = 0.0
                 cover: Num = 0.0
                 for role, of in traffic.items():
-                    share = shares[role][pipe] if isinstance(shares[role], np.ndarray) else shares[role]
-                    moved = moved + share * of[row]
+                    moved = moved + stored[role] * of[row]
                     if not self.calibration.late_exchange:
-                        cover = cover + share * sums[role].cover[purpose]
-                there = there + self._exposed(moved, cover)
+                        cover = cover + stored[role] * sums[role].cover[purpose]
+                layers = self.bounds.layers * stored["layer"]
+                there = there + self._exposed(moved, cover * free_share(purpose, self.calibration, shape, layers))
             least = there if least is None else minimum(least, there)
         assert least is not None
         return least

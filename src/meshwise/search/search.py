@@ -2,9 +2,8 @@
 
 First every mesh and cut of the batch is bounded from below by its passes alone,
 as if weights and gradients moved in no time; then, under all layout choices, with these. Best bound first, what does
-not fit is dropped; on a torus the others are priced on links that no placement beats; then real placements are priced,
-until no bound is left that could still enter the answer. Not here: what candidates cost (`pricing`), or the
-space (`space`).
+not fit is dropped, and real placements of the others are priced, until no bound is left that could still enter the
+answer. Not here: what candidates cost (`pricing`), or the space (`space`).
 """
 
 from __future__ import annotations
@@ -270,8 +269,7 @@ class NetworkSearch:
         while len(batch := self._mattering(batch)):
             go = go if len(go) else np.arange(_go_of(size, len(batch)))
             self.state.priced += len(fitting := self._fitting(batch.take(go)))
-            bounded = fitting if self.network.placed_alone else self.pricing.bounded(fitting)
-            self.waiting = CandidateBatch.joined([self.waiting, self._mattering(bounded)])
+            self.waiting = CandidateBatch.joined([self.waiting, self._mattering(fitting)])
             batch = batch.take(np.delete(np.arange(len(batch)), go))
             self.rest = min(beyond, float(batch.bound.min(initial=math.inf)))
             self._raise_floor(self.waiting.bound)
