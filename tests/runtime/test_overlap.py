@@ -9,10 +9,12 @@ import pytest
 
 from meshwise.core.tensors import Kind, Route
 from meshwise.costs.layout_choices import LayoutChoices
-from meshwise.runtime import early, forward, products, shardings
-from meshwise.runtime.overlap import overlap_options
+from meshwise.hardware import parse_cluster
+from meshwise.runtime import early, forward, products, shardings, watched
+from meshwise.runtime.overlap import network_flag, overlap_options, tell_network
 from meshwise.sharding.layout import Layout
-from tests.runtime.steps import DENSE, alone, dense, loss_and_gradients, make, worst
+from tests.runtime.steps import DENSE, alone, configured, dense, loss_and_gradients, make, worst
+from tests.runtime.test_models import MODELS
 from tests.runtime.test_ragged import MIXTURE
 
 
@@ -46,6 +48,14 @@ def test_how_many_collectives_are_in_flight_follows_from_the_layout(layout, expe
     assert exchanged.keys() - ragged.keys() == {"xla_gpu_enable_pipelined_reduce_scatter"}
 
 
+def test_xla_is_told_of_the_network_unless_it_has_been():
+    environment = {"XLA_FLAGS": "--xla_dump_to=x"}
+    tell_network(parse_cluster("h100:64"), environment)
+    assert environment["XLA_FLAGS"] == f"--xla_dump_to=x {network_flag(parse_cluster('h100:64'))}"
+    tell_network(parse_cluster("a100:64"), environment)
+    assert environment["XLA_FLAGS"].endswith("nic_speed_gbps=50")
+
+
 def test_a_step_is_compiled_with_the_options_of_its_devices(monkeypatch):
     step = make(dense(), Layout())
     assert step.compiler_options == {}
@@ -73,9 +83,9 @@ def test_gradients_that_are_reduced_in_turn_are_those_of_one_device(name, monkey
     text, layout, names = IN_TURN[name]
     turns = []
 
-    def reduced(weights, placement):
+    def reduced(weights, turn, placement):
         turns.append([name.removeprefix("w_") for name in weights])
-        return products.reduced_in_turn(weights, placement)
+        return products.reduced_in_turn(weights, turn, placement)
 
     monkeypatch.setattr(shardings.Placement, "in_turn", property(lambda self: self.mesh.size > 1))
     monkeypatch.setattr(forward, "reduced_in_turn", reduced)
@@ -86,6 +96,29 @@ def test_gradients_that_are_reduced_in_turn_are_those_of_one_device(name, monkey
     assert {" ".join(turn) for turn in turns} == {names}
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert worst(found, expected) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+@pytest.mark.parametrize(("remat", "runs"), [("none", [[1, 1, 1], [2]]), ("full", [[2, 1], [2]])])
+@pytest.mark.parametrize("told", [False, True])
+def test_layers_written_out_in_one_round_pass_a_turn_on(remat, runs, told, monkeypatch):
+    """Each adds 1 to what comes back of it where `told`: the stream's gradient has them of what is written out."""
+    config = {**MODELS["gemma3"], "num_hidden_layers": 8, "sliding_window_pattern": 3}
+    model, layout = configured("period", config), Layout(data=2, fsdp=2, zero=2, num_microbatches=2, remat=remat)
+    expected_loss, expected = alone(model, layout.sequences)
+
+    def reduced(weights, turn, placement):
+        sinks, after = products.reduced_in_turn(weights, turn, placement)
+        return sinks, watched.linear(lambda turn: turn, lambda turn: turn + 1)(after) if told else after
+
+    monkeypatch.setattr(shardings.Placement, "in_turn", property(lambda self: self.mesh.size > 1))
+    monkeypatch.setattr(forward, "reduced_in_turn", reduced)
+    step = make(model, layout)
+    assert [[run.count for run in s.runs] for s in step.stack.segments] == runs
+    loss, found = loss_and_gradients(step)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert (worst(found, expected) < 1e-5) == (not told or remat == "full")
 
 
 def _waited_for(kind="NVIDIA H100 80GB HBM3", **sizes):

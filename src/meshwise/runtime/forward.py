@@ -35,6 +35,9 @@ from meshwise.sharding.collective_products import AXIS, CollectiveProducts, coll
 #: Keys and values of earlier positions, where a block is given them.
 _CACHED = ("cache.k", "cache.v")
 
+#: Whose turn it is to add up gradients over devices: passed from layer to layer, and back with gradients.
+TURN = "turn"
+
 #: Both together, for a kernel that reads them so.
 _JOINED = ("cache.kv",)
 
@@ -69,8 +72,8 @@ class _Walk:
         return self.copies[t.name, wanted]
 
     def take_turns(self, block: Block) -> None:
-        """Have the gradients of a layer's matrices reduced one after the other."""
-        if not self.placement.in_turn or block.role != "layer":
+        """Have the gradients of a layer's matrices reduced one after the other, after those of the layer behind it."""
+        if not self.placement.in_turn or TURN not in self.arrays:
             return
         read = [op for op in block.ops if isinstance(op, Einsum) and op.inputs[1].kind is Kind.WEIGHT]
         found: dict[str, Reduced] = {}
@@ -81,8 +84,8 @@ class _Walk:
             once = sum(weight.name == other.inputs[1].name for other in read) == 1
             if once and isinstance(own, Watched) and over == {*others(held, self.placement)} != set():
                 found[weight.name] = own.sink, held, self.placement.reduced(weight.axes)
-        if len(found) > 1:
-            self.sinks = reduced_in_turn(found, self.placement)
+        if found:
+            self.sinks, self.arrays[TURN] = reduced_in_turn(found, self.arrays[TURN], self.placement)
 
     def gather_in_order(self, block: Block) -> None:
         """Gather what the first product of a layer with experts reads before all others' weights, and experts' last.
@@ -325,7 +328,7 @@ def run_block(
 
     Returns: the block's outputs by name, where they live; and the cache, where it enters: "cache.k" and "cache.v",
     [layers, B, positions, heads, width], or pools of pages, or one of both, "cache.kv", to which keys and values of the
-    new positions are added.
+    new positions are added; and the turn, where it enters.
     """
     read = {t.name: t for op in block.ops for t in op.inputs if t.name in weights or t.name in arrays}
     strategy = placement.strategy
@@ -339,4 +342,5 @@ def run_block(
     walk.take_turns(block)
     walk.gather_in_order(block)
     walk.run(block.ops)
-    return {name: walk.arrays[name] for name in (*block.outputs, *(c for c in (*_CACHED, *_JOINED) if c in arrays))}
+    passed = (name for name in (*_CACHED, *_JOINED, TURN) if name in arrays)
+    return {name: walk.arrays[name] for name in (*block.outputs, *passed)}

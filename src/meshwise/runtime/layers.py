@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwise.core.tensors import Block, Program
-from meshwise.runtime.forward import run_block
+from meshwise.runtime.forward import TURN, run_block
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import Run, Segment, Tree
 from meshwise.runtime.shardings import Placement
@@ -119,21 +119,33 @@ class Stack:
         own = {run.key: weights[run.key] for run in segment.runs}
         return run_segment(segment, x, own, layer, unroll=self.unroll)[0]
 
-    def layer(self, segment: Segment, run: Run) -> Callable[[jax.Array, Arrays], jax.Array]:
-        """One layer of a run: from the residual stream and its weights to the stream after it."""
+    def layer(self, segment: Segment, run: Run) -> Callable[[Any, Arrays], Any]:
+        """One layer of a run: from the residual stream and its weights to the stream after it.
+
+        Beside the stream goes a turn from one layer to the next that is written out in the same round of a loop: a
+        scheduler might else take the sums of their gradients, which share the wires, for as fast as those of one layer.
+        """
         policy = self.policy if run.remat else _KEEP_ALL
         looped = segment.times * run.count > 1 and not self.unroll
-        return self._keeping(self.block(run.block), policy, looped=looped)
+        after = segment.runs[segment.runs.index(run) + 1 :]
+        passes = self.placement.in_turn and bool(after) and run.count == after[0].count == 1
+        return self._keeping(self.block(run.block), policy, looped=looped, passes=passes)
 
     def _layer(
-        self, block: Block, recomputed: frozenset[str] = frozenset()
-    ) -> Callable[[jax.Array, Arrays], jax.Array]:
-        def layer(x: jax.Array, weights: Arrays) -> jax.Array:
-            return self.run(block, {"x": x}, weights, self.positions(x.shape[1]), recomputed)["x_out"]
+        self, block: Block, recomputed: frozenset[str] = frozenset(), *, passes: bool
+    ) -> Callable[[Any, Arrays], Any]:
+        def layer(stream: Any, weights: Arrays) -> Any:
+            first = passes and not isinstance(stream, tuple)
+            x, turn = _with_turn(stream) if first else stream if isinstance(stream, tuple) else (stream, jnp.zeros(()))
+            given = {"x": x, TURN: jnp.zeros(()) if first else turn}
+            made = self.run(block, given, weights, self.positions(x.shape[1]), recomputed)
+            return (made["x_out"], made[TURN] + turn if first else made[TURN]) if passes else made["x_out"]
 
         return layer
 
-    def _keeping(self, block: Block, policy: RematPolicy, *, looped: bool) -> Callable[[jax.Array, Arrays], jax.Array]:
+    def _keeping(
+        self, block: Block, policy: RematPolicy, *, looped: bool, passes: bool
+    ) -> Callable[[Any, Arrays], Any]:
         """A layer that keeps what the policy keeps; in a loop nothing merges what is computed twice.
 
         Only what operations make is ever kept: what was gathered for one of them, a weight above all, is gathered
@@ -142,7 +154,7 @@ class Stack:
         kept = [op.output.name for op in block.ops if policy.keeps(op)]
         saved = jax.checkpoint_policies.save_only_these_names(*kept)
         recomputed = frozenset(op.name for op in block.ops if op.output.name not in kept)
-        return jax.checkpoint(self._layer(block, recomputed), policy=saved, prevent_cse=not looped)
+        return jax.checkpoint(self._layer(block, recomputed, passes=passes), policy=saved, prevent_cse=not looped)
 
     def run(
         self,
@@ -172,6 +184,10 @@ class Stack:
 #: Pass stream and weights on, and nothing of the stream's gradient before that of the weights is made: else a compiler
 #: may put off what only the update reads, and hold the gradient of the logits all the while.
 _gradients_together = linear(lambda both: both, jax.lax.optimization_barrier)
+
+
+#: A stream beside a turn, whose gradient, zero, comes back in the stream's: compilers leave out what nothing reads.
+_with_turn = linear(lambda x: (x, jnp.zeros(())), lambda both: both[0] + both[1].astype(both[0].dtype))
 
 
 def _latent_rope(program: Program, block: Block) -> int | None:

@@ -5,8 +5,10 @@ Not here: overlap by the program's own structure (`collective_matmul`, rings).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, MutableMapping
 
+from meshwise.hardware import Cluster, Tree
 from meshwise.sharding.layout import Layout
 
 #: On GPUs XLA turns its latency-hiding scheduler on only where it knows the seconds of all collectives, which are not
@@ -62,6 +64,35 @@ def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> d
         if ragged and layout.expert > 1:
             options[_NEXT_LAYER] = False
     return options
+
+
+#: By which XLA's scheduler for GPUs is told how fast a network is; no option of one compilation.
+_NETWORK = "--xla_gpu_analytical_latency_estimator_options"
+
+
+def network_flag(cluster: Cluster) -> str:
+    """The flag that tells XLA how fast hosts of GPUs are joined, "" where there are none.
+
+    It takes 25 GB/s for each H100 and 50 for each B200, whatever network they have; collectives that it takes for
+    longer than they are begin too early, and hold up those that are needed first.
+
+    >>> from meshwise.hardware import parse_cluster
+    >>> network_flag(parse_cluster("h100:64"))
+    '--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=50'
+    >>> network_flag(parse_cluster("h100:8")), network_flag(parse_cluster("v5e:4x4"))
+    ('', '')
+    """
+    network = cluster.network
+    if cluster.chip.vendor != "nvidia" or not isinstance(network, Tree) or len(network.levels) == 1:
+        return ""
+    return f"{_NETWORK}=nic_speed_gbps={network.levels[-1].bandwidth_per_chip_one_way / 1e9:.4g}"
+
+
+def tell_network(cluster: Cluster, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set that flag for the process that has this environment, before it loads XLA; what a user has set stays."""
+    flags = environment.get("XLA_FLAGS", "")
+    if _NETWORK not in flags:
+        environment["XLA_FLAGS"] = f"{flags} {network_flag(cluster)}".strip()
 
 
 def _in_flight(layout: Layout) -> int:

@@ -223,31 +223,39 @@ def multiply(
 Reduced = tuple[jax.Array, Sharding, Sharding]
 
 
-def reduced_in_turn(weights: Mapping[str, Reduced], placement: Placement) -> dict[str, jax.Array]:
+def reduced_in_turn(
+    weights: Mapping[str, Reduced], turn: jax.Array, placement: Placement
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """Sinks for each device's own gradients, which are added up over devices one after the other, the last first.
 
     They share the wires: a scheduler that takes sums in flight together for as fast as each alone starts them too late.
 
     Args:
         weights: by name, in the order in which they are read.
+        turn: what the layer before gives; sums of its gradients wait for those of this layer.
         placement: of the layout.
 
-    Returns: sinks as `spread_spec` says.
+    Returns: sinks as `spread_spec` says, and the turn of the layer after.
     """
 
-    def apart(sinks: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _each_has(sink, *weights[name][1:], placement) for name, sink in sinks.items()}
+    def apart(given: tuple[Mapping[str, jax.Array], jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+        sinks, turn = given
+        return {name: _each_has(sink, *weights[name][1:], placement) for name, sink in sinks.items()}, turn
 
-    def added_up(gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def added_up(given: tuple[Mapping[str, jax.Array], jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+        gradients, turn = given
         found: dict[str, jax.Array] = {}
         for name in reversed([*weights]):
             own, before = gradients[name], next(reversed(found), None)
-            if before is not None:
+            if before is None:
+                own, turn = jax.lax.optimization_barrier((own, turn))
+            else:  # what is read later: compilers leave out of a barrier what nothing reads
                 own, found[before] = jax.lax.optimization_barrier((own, found[before]))
             found[name] = _add_copies(own, *weights[name][1:], placement)
-        return found
+        found[name], turn = jax.lax.optimization_barrier((found[name], turn))
+        return found, turn
 
-    return linear(apart, added_up)({name: sink for name, (sink, *_) in weights.items()})
+    return linear(apart, added_up)(({name: sink for name, (sink, *_) in weights.items()}, turn))
 
 
 def _each_has(sink: jax.Array, held: Sharding, back: Sharding, placement: Placement) -> jax.Array:
