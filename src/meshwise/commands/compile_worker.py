@@ -25,6 +25,7 @@ from meshwise.compiler.reduction import reduce_layers
 from meshwise.compiler.targets import Target
 from meshwise.core import errors
 from meshwise.core.errors import CompilerError, MeshwiseError
+from meshwise.runtime.overlap import tell_network
 from meshwise.search import Plan
 
 #: Seconds between two looks at a compiler at work.
@@ -74,7 +75,7 @@ def compile_apart(plan: Plan, layers: int | None, *, progress: Tell = silent) ->
         request.write_text(json.dumps({"plan": plan.to_json(), "layers": layers}), encoding="utf-8")
         with (Path(folder) / "stderr").open("wb") as noise:
             command = [sys.executable, "-m", "meshwise.commands.compile_worker", str(request), str(result)]
-            process = subprocess.Popen(command, stdout=noise, stderr=noise, env=_environment())  # noqa: S603  (our own words)
+            process = subprocess.Popen(command, stdout=noise, stderr=noise, env=_environment(plan))  # noqa: S603  (our own words)
             try:
                 begun = time.monotonic()
                 while process.poll() is None:
@@ -92,11 +93,13 @@ def compile_apart(plan: Plan, layers: int | None, *, progress: Tell = silent) ->
         return _result(json.loads(result.read_text(encoding="utf-8")))
 
 
-def _environment() -> dict[str, str]:
-    """The variables of this process, and the place that meshwise is imported from."""
+def _environment(plan: Plan) -> dict[str, str]:
+    """The variables of this process, the place that meshwise is imported from, and what XLA is told of the network."""
     home = str(Path(errors.__file__).parent.parent)
     paths = [home, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    tell_network(plan.problem.cluster, found)
+    return found
 
 
 def _result(value: Mapping[str, Any]) -> tuple[Compiled, DeviceMesh]:

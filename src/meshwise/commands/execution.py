@@ -30,6 +30,7 @@ from meshwise.runtime.devices import find_devices, share_of_machine, software_of
 from meshwise.runtime.generate import generate_timed, generator
 from meshwise.runtime.loop import Evaluation, Trained, Watchers, train
 from meshwise.runtime.optimizer import Hyperparameters, LearningRate
+from meshwise.runtime.overlap import tell_network
 from meshwise.runtime.processes import Processes, first_process, join
 from meshwise.runtime.saved import find_weights
 from meshwise.runtime.states import starting_state
@@ -301,6 +302,8 @@ def plan_devices(plan: Plan, cpu_devices: int | None, say: Tell, processes: Proc
         raise ClusterError(f"--cpu-devices {cpu_devices}: {words}; ask for as many{among}")
     if processes is not None:
         join(processes)
+    if cpu_devices is None:
+        tell_network(plan.problem.cluster)
     found = find_devices(cpu_devices, say)
     kind, on_cpu = found[0].device_kind, found[0].platform == "cpu"
     if len(found) < needed and on_cpu:

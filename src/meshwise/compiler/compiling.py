@@ -201,6 +201,7 @@ def compile_ahead(
         "options": dict(target.options),
         "compiler_options": dict(target.compiler_options),
         "devices": list(device_order),
+        "flags": os.environ.get("XLA_FLAGS", ""),
         "versions": versions,
     }
     key = content_key(lowered.as_text(), facts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.core.errors import CompilerError
@@ -20,6 +20,7 @@ class _Units:
     """What a data sheet of the catalog does not say.
 
     Args:
+        name: what CUDA calls such a device: XLA finds by it how long its collectives take.
         major: compute capability.
         cores: streaming multiprocessors.
         fp32_units: of each.
@@ -28,6 +29,7 @@ class _Units:
         shared_per_core, shared_per_block: bytes of shared memory, and the most that a block may opt into.
     """
 
+    name: str
     major: int
     cores: int
     fp32_units: int
@@ -37,20 +39,19 @@ class _Units:
     shared_per_block: int
 
 
-_AMPERE = _Units(8, 108, 64, 1.41, 41943040, 167936, 166912)
-_HOPPER = _Units(9, 132, 128, 1.98, 52428800, 233472, 232448)
-_BLACKWELL = _Units(10, 148, 128, 1.965, 132644864, 233472, 232448)
+_AMPERE = _Units("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 41943040, 167936, 166912)
+_HOPPER = _Units("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 52428800, 233472, 232448)
 
 #: Source: device properties that CUDA reports, as the XLA project publishes them for its own ahead-of-time compilation
 #: (openxla/xla, xla/backends/gpu/target_config/specs, 2026-01); CUDA C++ Programming Guide, compute capabilities.
 _UNITS = {
-    "a100-sxm-40gb": _AMPERE,
+    "a100-sxm-40gb": replace(_AMPERE, name="NVIDIA A100-SXM4-40GB"),
     "a100-sxm-80gb": _AMPERE,
     "h100-sxm": _HOPPER,
-    "h800-sxm": _HOPPER,
-    "h200-sxm": _HOPPER,
-    "b200-sxm": _BLACKWELL,
-    "gb200-nvl72": _Units(10, 152, 128, 2.062, 135528448, 233472, 232448),
+    "h800-sxm": _HOPPER,  # JAX's kernels do not know its own name
+    "h200-sxm": replace(_HOPPER, name="NVIDIA H200"),
+    "b200-sxm": _Units("NVIDIA B200", 10, 148, 128, 1.965, 132644864, 233472, 232448),
+    "gb200-nvl72": _Units("NVIDIA GB200", 10, 152, 128, 2.062, 135528448, 233472, 232448),
 }
 
 
@@ -60,7 +61,7 @@ def known_gpus() -> tuple[str, ...]:
 
 
 def describe_gpu(chip: Chip) -> str:
-    """Write the description of one GPU, named as JAX names one of its kind.
+    """Write the description of one GPU, named as it names itself.
 
     >>> from meshwise.hardware import load_chip
     >>> "device_memory_size: 8" in describe_gpu(load_chip("h100"))
@@ -97,7 +98,7 @@ def describe_gpu(chip: Chip) -> str:
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
-device_description_str: "NVIDIA {chip.title.replace("H800", "H100")}"
+device_description_str: "{u.name}"
 """
 
 

@@ -24,7 +24,7 @@ from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model
 from meshwise.models.spec import Mixture
-from meshwise.runtime.overlap import overlap_options
+from meshwise.runtime.overlap import network_flag, overlap_options
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.strategy import Strategy
 
@@ -309,7 +309,8 @@ def xla_note(choices: Choices) -> str:
     options = overlap_options("tpu" if tpu else "gpu", choices.layout)
     if not options or not any(choices.hidden.values()):
         return ""
-    words = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+    network = network_flag(choices.problem.cluster)
+    words = " ".join([*(f"--{name}={str(value).lower()}" for name, value in options.items()), *filter(None, [network])])
     return f"what is hidden is so with {'LIBTPU_INIT_ARGS' if tpu else 'XLA_FLAGS'}='{words}' in the environment"
 
 

@@ -299,13 +299,7 @@ _KINDS = (
 def chip_of_device(kind: str) -> str | None:
     """Find the chip by what its devices call themselves; None where the catalog has no such one.
 
-    GPUs that programs are compiled for are called by their titles, and may not be there.
-
     >>> chip_of_device("TPU v5 lite"), chip_of_device("NVIDIA H100 80GB HBM3"), chip_of_device("cpu")
     ('v5e', 'h100-sxm', None)
-    >>> chip_of_device("NVIDIA H100 SXM")
-    'h100-sxm'
     """
-    titles = {f"NVIDIA {chip.title}": name for name, chip in chips().items()}
-    named = (chip for pattern, chip in _KINDS if re.fullmatch(pattern, kind, re.IGNORECASE))
-    return next(named, titles.get(kind))
+    return next((chip for pattern, chip in _KINDS if re.fullmatch(pattern, kind, re.IGNORECASE)), None)
