@@ -192,7 +192,15 @@ def _software() -> str:
 
 def _chips() -> str:
     names = ("matmul_efficiency", "attention_efficiency", "half_depth", "half_attention", "gap", "mixture_launch")
-    head = ("family", "matmuls, 16 bits", "matmuls, narrow", "attention", "half depth", "half attention", "half output")
+    head = (
+        "family",
+        "matmuls, 16 bits",
+        "matmuls, narrow",
+        "attention",
+        "half depth",
+        "half attention",
+        "compute units",
+    )
     lines = [f"| {' | '.join((*head, 'memory', 'links', 'gap', 'launch', 'hidden'))} |", "| --- " * 12 + "|"]
     for family, chip in FAMILIES.items():
         c = asdict(fitted_calibration(load_chip(chip)))
@@ -201,7 +209,7 @@ def _chips() -> str:
         seen = "-" if attention is None else f"{attention:.0%}"
         times = f"{gap * 1e6:.1f} us | {launch * 1e6:.0f} us | {1 - c['interference']:.0%}"
         bandwidths = f"{c['hbm_efficiency']:.0%} | {c['links']['efficiency']:.0%}"
-        halves = f"{depth:.0f} | {keys:,.0f} | {c['half_output']:,.0f}"
+        halves = f"{depth:.0f} | {keys:,.0f} | {c['compute_units']:,.0f}"
         lines.append(f"| {family} | {matmul:.0%} | {narrow} | {seen} | {halves} | {bandwidths} | {times} |")
     return "\n".join(lines) + "\n"
 

@@ -59,8 +59,11 @@ def test_terms_are_the_sums_of_their_workings(drawn):
         assert sum(c.hidden for c in rows) == pytest.approx(estimate.hidden[term], **EXACTLY)
     waits = w.pipeline.schedule.idle(w.pipeline.shape, w.times)
     assert waits == pytest.approx(estimate.terms["pipeline_bubble"], **EXACTLY)
-    sends = w.pipeline.waited_sends(drawn.problem.calibration.late_sends)
-    assert sends * w.send == pytest.approx(estimate.terms["pipeline_send"], **EXACTLY)
+    late, compiled = drawn.problem.calibration.late_sends, drawn.problem.calibration.compiled
+    works = w.pipeline.schedule.works(w.pipeline.shape, w.times)
+    assert w.pipeline.waited_sends(late, works, w.send, in_step=compiled) == pytest.approx(
+        estimate.terms["pipeline_send"], **EXACTLY
+    )
     rate = drawn.problem.cluster.chip.hbm_bandwidth * drawn.problem.calibration.hbm_efficiency
     assert w.optimizer_bytes / rate == pytest.approx(estimate.terms["optimizer"], **EXACTLY)
 

@@ -235,9 +235,8 @@ def test_sends():
     assert find_schedule("interleaved").hops(PipelineShape(4, 8, 3)) == 11
     assert find_schedule("zb-v").hops(PipelineShape(4, 8)) == 6  # the fold is inside the last device
     assert find_schedule("dualpipe").hops(PipelineShape(4, 8)) == 3
-    assert find_schedule("interleaved").sends(PipelineShape(4, 8, 2)) == 32
-    assert find_schedule("1f1b").sends(PipelineShape(4, 8)) == 16
-    assert find_schedule("1f1b").sends(PipelineShape(1, 8)) == 0
+    assert find_schedule("interleaved").exchanges(PipelineShape(4, 8, 2)) == (24, 32)
+    assert find_schedule("1f1b").exchanges(PipelineShape(4, 8)) == (8, 16)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

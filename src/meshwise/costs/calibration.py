@@ -156,8 +156,8 @@ class Calibration:
             own, and not by the matmul that makes them.
         whole_sums: highest stage of ZeRO under which gradients are summed on all replicas (AllReduce) that share out a
             part each: with 1 after the backward pass, with 2 those of ZeRO-2 with every microbatch, too.
-        half_output: elements of a product (rows x columns) at which its first and last wave of tiles, whose compute
-            units are partly idle, take as long as the product.
+        compute_units: of the chip, each of which makes a tile of a matmul's product at a time, so that the last wave of
+            tiles leaves some idle; 0 where no waves are counted.
         compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
             that memory holds neither such results nor a whole layer's weights; else it is as with eager software.
         power_ratio: power of the chip over its dense FLOP/s in 16 bits, over that of the chip whose shares the family's
@@ -230,7 +230,7 @@ class Calibration:
     scattered_sends: bool = False
     adds_gradients: bool = False
     whole_sums: int = 0
-    half_output: float = 0.0
+    compute_units: float = 0.0
     power_ratio: float = 1.0
     score_flops: tuple[float, float] = (0.0, 0.0)
     uneven_ring: bool = False
@@ -282,7 +282,7 @@ class Calibration:
         passes = min(self.elementwise_passes, self.permute_passes)
         assert passes >= 1, f"{self.name}: an elementwise operation moves its bytes once at least"
         assert 0 <= self.interference < 1, f"{self.name}: interference is a share"
-        least = (self.half_depth, self.half_attention, self.half_output, self.gap, self.mixture_launch)
+        least = (self.half_depth, self.half_attention, self.compute_units, self.gap, self.mixture_launch)
         assert min(*least, self.cache_start, self.host_step, self.host_request) >= 0, f"{self.name}: nothing is below 0"
 
     def sends_waited_for(self, schedule: str) -> int:

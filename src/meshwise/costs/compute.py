@@ -6,7 +6,6 @@ The structure is worked out once per placement; sizes, floats or arrays, come af
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,11 +15,12 @@ import numpy as np
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
-from meshwise.costs.arithmetic import Num, ceil, interpolated, log2, maximum, minimum, where
-from meshwise.costs.calibration import FEW_ROWS_SIDES, Calibration
+from meshwise.costs.arithmetic import Num, ceil, maximum, where
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.fusions import kernel_gap
 from meshwise.costs.local_ops import LoweredOp
+from meshwise.costs.tiles import few_rows, filling, padded
 from meshwise.hardware import Chip
 from meshwise.jobs import SERVING_PRECISIONS, Precision, parse_serving_precision
 from meshwise.models import Model
@@ -48,9 +48,6 @@ class OpCompute:
     seconds: Num
     serial_seconds: Num
 
-
-#: Binary logarithms of the few weights and the many of `Calibration.few_rows`.
-_FEW, _MANY = (2 * math.log2(side) for side in FEW_ROWS_SIDES)
 
 #: FLOPs of what the matrix unit has no part in, and sums of nothing.
 _NONE: Num = 0.0
@@ -350,24 +347,14 @@ def _matmul_rate(
     op: LoweredOp, tiles: tuple[Volume, Volume, Volume], flops: Num, extents: Extents, rates: ComputeRates
 ) -> Num:
     """Seconds of a matmul's FLOP: at the rate of large ones, tiles padded, filling and last waves included."""
-    seconds = (rates.matmul if op.narrow else rates.other_matmul) * _tile_waste(tiles, extents, rates.tile)
+    seconds = (rates.matmul if op.narrow else rates.other_matmul) * padded(tiles, extents, rates.tile)
     if curve := rates.few_rows if op.narrow else rates.other_few_rows:
-        seconds = seconds * _few_rows(curve, *(extents.volume(t) for t in tiles))
-    if rates.calibration.half_depth or rates.calibration.half_output:
-        seconds = seconds * filling(tiles, flops, extents, rates)
+        seconds = seconds * few_rows(curve, *(extents.volume(t) for t in tiles))
+    if rates.calibration.half_depth or rates.calibration.compute_units:
+        seconds = seconds * filling(tiles, flops, extents, rates.calibration)
     if op.grouped and rates.calibration.grouped_efficiency != 1:
         seconds = seconds / rates.calibration.grouped_efficiency
     return seconds
-
-
-def _few_rows(curve: tuple[tuple[int, float, float], ...], rows: Num, depth: Num, columns: Num) -> Num:
-    """How many times as long a FLOP takes in a product of so many rows and weights as in a large one."""
-    few, many = (
-        interpolated(log2(maximum(rows, 1.0)), [(math.log2(point[0]), point[size]) for point in curve])
-        for size in (1, 2)
-    )
-    more = maximum(minimum((log2(depth * columns) - _FEW) / (_MANY - _FEW), 1.0), 0.0)
-    return 1 / (few + more * (many - few))
 
 
 def _attention_rate(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents, rates: ComputeRates) -> Num:
@@ -387,13 +374,6 @@ def _attention_rate(op: Attention, splits: tuple[tuple[str, Split], ...], extent
         ways = extents.devices(dict(splits).get(op.query_axis, ()))
         seconds = seconds * (2 - 1 / ways)  # of n parts the last sees n - 1/2 of the keys' parts, an even share is n/2
     return seconds
-
-
-def filling(tiles: tuple[Volume, Volume, Volume], flops: Num, extents: Extents, rates: ComputeRates) -> Num:
-    """How many times as long a matmul takes as a large one of as many FLOPs: pipelines that fill, waves partly idle."""
-    depth = extents.volume(tiles[1])
-    waves = rates.calibration.half_output * 2 * depth / maximum(flops, 1.0)  # products of a batch share waves of tiles
-    return (1 + rates.calibration.half_depth / depth) * (1 + waves)
 
 
 #: Bytes that one score of attention moves where kernels are not fused, its values of 16 bits. Forward: written by
@@ -442,9 +422,3 @@ def _attention_flops(
 def _kernel_flops(op: Fused, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Num:
     """Operations on this device's part of every axis."""
     return op.flops({a: extents.length(a, split) for a, split in splits})
-
-
-def _tile_waste(tiles: tuple[Volume, Volume, Volume], extents: Extents, units: tuple[int, int, int]) -> Num:
-    """Padded over real FLOPs when rows, depth and columns of the local matmul are rounded up to whole tiles."""
-    rows, depth, columns = map(extents.tiled, tiles, units)
-    return rows * depth * columns

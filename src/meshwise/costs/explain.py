@@ -23,7 +23,7 @@ from meshwise.costs.breakdown import (
     notation,
 )
 from meshwise.costs.collectives import schedules, wire_time
-from meshwise.costs.compute import ComputeRates, PassCompute, filling, op_compute
+from meshwise.costs.compute import ComputeRates, PassCompute, op_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import held_extents, local_extents, repeats_whole, whole_extents
 from meshwise.costs.extents import NEVER_PADDED, Extents
@@ -33,6 +33,7 @@ from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.costs.paths import Path, paths
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
+from meshwise.costs.tiles import filling
 from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
@@ -110,7 +111,7 @@ def _operations(
             counts = not repeated or item.op.name in planned.placed.recomputed  # bounds count what is needed
             real = one.flops * (rates.matmul if op.narrow else rates.other_matmul)
             if op.tiles is not None:
-                real = real * filling(op.tiles, one.flops, extents, rates)
+                real = real * filling(op.tiles, one.flops, extents, rates.calibration)
             yield OperationBreakdown(
                 when="backward" if when == "weights" else when,
                 name=item.op.name,

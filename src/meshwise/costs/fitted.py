@@ -78,14 +78,14 @@ SOFTWARE = {
     for s in (
         Software(
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
-            flash=3, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=3, elementwise_passes=1.39, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
             late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
             rests_on=("nemo2407", "mbridge"),
         ),
         Software(
             "megatron-graphs", "the same where one CUDA graph is a whole step, so that the host is never waited for",
-            flash=3, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=True,
+            flash=3, elementwise_passes=1.39, late_exchange=False, collective_matmul=True, graphs=True,
             source="`megatron-beside`'s; NVIDIA's MXFP8 recipes of mixtures on GB200, GB300 and B300 from NeMo "
             "26.06 on (`cuda_graph_impl=full_iteration`, `overlap_moe_expert_parallel_comm`; its `perf_recipes`)",
             gap=2.0e-6, beside_exchanges=True,
@@ -93,59 +93,59 @@ SOFTWARE = {
         ),
         Software(
             "megatron-beside", "`megatron`, where tokens are exchanged beside another microbatch's compute",
-            flash=3, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=3, elementwise_passes=1.39, late_exchange=False, collective_matmul=True, graphs=False,
             source="`megatron`'s; as NVIDIA's recipes do where experts of interleaved pipelines are spread over nodes",
             beside_exchanges=True,
             late_sends=1, late_schedules=_UNLESS_INTERLEAVED, fused_sequences=True, beside_sums=True,
         ),
         Software(
             "megatron-2021", "Megatron-LM before FlashAttention",
-            flash=0, elementwise_passes=1.17, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.16, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
             late_sends=1, scattered_sends=True,
             rests_on=("sc21", "korthikanti", "vtrain"),
         ),
         Software(
             "megatron-deepspeed", "Megatron-DeepSpeed and GPT-NeoX before FlashAttention",
-            flash=0, elementwise_passes=1.17, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.16, late_exchange=True, collective_matmul=False, graphs=False,
             source="megatron-2021's operations; sends and sums of gradients of DeepSpeed's engine",
             late_sends=2, scattered_sends=True, adds_gradients=True, whole_sums=1, measured=False,
         ),
         Software(
             "megatron-deepspeed-blocking", "the same as BLOOM was trained: each launch waits for its kernel",
-            flash=0, elementwise_passes=1.17, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.16, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
-            gap=61e-6, late_sends=2, scattered_sends=True, adds_gradients=True, whole_sums=1,
+            gap=65e-6, late_sends=2, scattered_sends=True, adds_gradients=True, whole_sums=1,
             rests_on=("bloomprequel",),
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
-            flash=1, elementwise_passes=2.08, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=1, elementwise_passes=1.94, late_exchange=False, collective_matmul=False, graphs=False,
             source=f"bytes: {_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
         ),
         Software(
             "pytorch", "PyTorch FSDP, DeepSpeed and the like, 2024 and later: eager, FlashAttention 2",
-            flash=2, elementwise_passes=2.08, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=2, elementwise_passes=1.94, late_exchange=False, collective_matmul=False, graphs=False,
             source="eager-2023's operations; attention: the first that SDPA tries (later than cuDNN 9.15, releases "
             "2.11 on, cuDNN's on Hopper and Blackwell); until 2.6 its rings of attention hold positions in order",
             late_sends=1, late_schedules=_WAITING, uneven_ring=True, measured=False,
         ),
         Software(
             "pytorch-compiled", "the same under torch.compile: elementwise operations fused",
-            flash=2, elementwise_passes=1.41, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=2, elementwise_passes=1.39, late_exchange=False, collective_matmul=False, graphs=False,
             source="pytorch's kernels of attention, with operations fused as in Transformer Engine", uneven_ring=True,
             late_sends=1, late_schedules=_WAITING, measured=False,
         ),
         Software(
             "torchtitan", "`pytorch-compiled` with asynchronous tensor parallelism, as exports set torchtitan up",
-            flash=2, elementwise_passes=1.41, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=2, elementwise_passes=1.39, late_exchange=False, collective_matmul=True, graphs=False,
             source="pytorch-compiled's; attention: FlexAttention, release 0.3.0's default, in Triton, taken for as "
             "fast as FlashAttention 2; collectives of tensor parallelism run in pieces beside the matmuls",
             late_sends=1, late_schedules=_WAITING, fused_sequences=True, measured=False,
         ),
         Software(
             "deepspeed", "`pytorch` under DeepSpeed's engines, as exports set them up",
-            flash=2, elementwise_passes=2.08, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=2, elementwise_passes=1.94, late_exchange=False, collective_matmul=False, graphs=False,
             source="pytorch's operations; ZeRO-2 sums gradients on all replicas (from 0.12.4 on), beside the backward "
             "pass but for pipelines; ZeRO-1 too, at the end, as without ZeRO; new weights and sends are waited for",
             late_sends=2, late_once=("weights", "whole", "pipelines"), whole_sums=2, measured=False,
@@ -170,7 +170,7 @@ class _Chips:
             keep as many FLOP/s for each watt, as far as matmuls of milliseconds allow.
         narrow: the same of narrower formats.
         attention: share of the dense FLOP/s over long sequences, of fused kernels that are made for the chip.
-        half_attention, half_depth, half_output, mixture_launch: as in `Calibration`.
+        half_attention, half_depth, compute_units, mixture_launch: as in `Calibration`.
         memory, links: share of the bandwidth of HBM, and of links for large messages.
         flash_1: the same share for kernels of the first generation, forward, and backward over it.
         flash_2: the share and `half_attention` of the second; None where those made for the chip are of the second.
@@ -183,7 +183,7 @@ class _Chips:
     attention: float | None
     half_attention: float
     half_depth: float
-    half_output: float
+    compute_units: float
     memory: float
     links: float
     mixture_launch: float
@@ -199,21 +199,15 @@ _MICRO = (
     "tritonbench's pull request 171: 331 to 362 TFLOP/s); the others: fitted to whole steps, around single operations"
 )
 
-
-def _waves(units: int) -> float:
-    """A tenth of what one wave of tiles of 128 x 256 on all compute units makes: what partly idle waves cost."""
-    return 0.1 * units * 128 * 256
-
-
 #: By family; a chip of no family inherits Hopper's.
 _CHIPS = {
-    "ampere": _Chips("a100-sxm-80gb", 0.802, (), 0.57, 600.0, 200.0, _waves(108), 0.78, 0.672, 85e-6, (0.46, 0.58),
+    "ampere": _Chips("a100-sxm-80gb", 0.814, (), 0.57, 600.0, 200.0, 108.0, 0.79, 0.674, 86e-6, (0.46, 0.58),
                      _MICRO),
-    "hopper": _Chips("h100-sxm", 0.637, ((DType.FP8, 0.600),), 0.635, 850.0, 200.0, _waves(132), 0.86, 0.721, 85e-6,
+    "hopper": _Chips("h100-sxm", 0.645, ((DType.FP8, 0.605),), 0.633, 850.0, 200.0, 132.0, 0.86, 0.724, 86e-6,
                      (0.24, 0.65), _MICRO, (0.36, 500.0)),
-    "blackwell": _Chips("b200-sxm", 0.475, ((DType.FP8, 0.526), (DType.FP4, 0.390)), 0.65, 1400.0, 50.0, _waves(148),
-                        0.89, 0.671, 85e-6, (0.24, 0.65), _MICRO, (0.158, 500.0)),
-    "cdna": _Chips("", 0.46, ((DType.FP8, 0.41),), 0.37, 1000.0, 200.0, _waves(304), 0.77, 0.70, 85e-6, (0.24, 0.65),
+    "blackwell": _Chips("b200-sxm", 0.476, ((DType.FP8, 0.529), (DType.FP4, 0.390)), 0.65, 1400.0, 50.0, 148.0,
+                        0.89, 0.677, 86e-6, (0.24, 0.65), _MICRO, (0.158, 500.0)),
+    "cdna": _Chips("", 0.46, ((DType.FP8, 0.41),), 0.37, 1000.0, 200.0, 304.0, 0.77, 0.70, 86e-6, (0.24, 0.65),
                    "fp8: mean of soaked matmuls of 4,096 to 32,768 rows, memory, links: BabelStream and RCCL on MI300X "
                    "(Azure AI-benchmarking-guide, 2025); attention: eight tenths of the rate of matmuls; the "
                    f"others: inherited from Hopper and Ampere; {_MICRO}"),
@@ -254,7 +248,7 @@ _MEASURED_FORMATS = {
 _TAKE_SUMS = ("v5p", "v6e", "tpu7x")
 
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
-_GAP, _INTERFERENCE = 8.9e-6, 0.232
+_GAP, _INTERFERENCE = 8.2e-6, 0.232
 
 #: Share of the dense FLOP/s of a narrow format that no matmul of milliseconds exceeds (stas00/ml-engineering, 2025).
 _MOST_NARROW = 0.76
@@ -343,7 +337,7 @@ def _with(chip: Chip, family: Calibration, software: Software) -> Calibration:
         whole_sums=software.whole_sums,
         beside_sums=software.beside_sums,
         repeats_whole=software.name != "xla",
-        half_output=own.half_output,
+        compute_units=own.compute_units,
         score_flops=_SCORE_FLOPS if on_tpu else (0.0, 0.0),
         grouped_efficiency=_GROUPED if on_tpu else 1.0,
         permute_passes=_PERMUTES if on_tpu else 1.0,

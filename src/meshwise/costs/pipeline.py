@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.core.tensors import Block
-from meshwise.costs.arithmetic import Condition, Num, Rows, ceil, some, take, where
+from meshwise.costs.arithmetic import Condition, Num, Rows, ceil, maximum, some, take, where
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.schedules import Schedule, find_schedule
 
@@ -83,17 +83,36 @@ class Pipeline:
             return self.shape.virtual_stages * (self.shape.num_microbatches - self.shape.stages)
         return where(self.shape.stages > 1, 0.0, self.shape.num_microbatches - 1)
 
-    def waited_sends(self, late: int) -> Num:
-        """Sends that a step waits for: on one microbatch's way, then `late` at each further pass.
+    def waited_sends(self, late: int, works: tuple[Num, Num, Num], send: Num, *, in_step: bool) -> Num:
+        """Seconds of sends that a step waits for: on one microbatch's way, then `late` at each further exchange.
+
+        An end of the model has one neighbour, so a step whose busiest device has the head waits half as often, as far
+        as the others, which wait more, have as much less to do.
 
         >>> pipeline = Pipeline.of("1f1b", 4, 8)
-        >>> pipeline.waited_sends(0), pipeline.waited_sends(1)
-        (6, 20)
+        >>> [pipeline.waited_sends(late, (80.0, 80.0, 80.0), 1.0, in_step=False) for late in (0, 1)]
+        [6.0, 20.0]
+        >>> [pipeline.waited_sends(1, (80.0, 80.0, last), 1.0, in_step=False) for last in (84.0, 90.0)]
+        [16.0, 13.0]
+
+        Args:
+            late: as `Calibration.sends_waited_for` says.
+            works: seconds that the devices with the first chunk, between and with the last work (`Schedule.works`).
+            send: seconds of one send.
+            in_step: whether all devices wait until the last has sent, as in a compiled program.
         """
+        schedule, shape = self.schedule, self.shape
+        way = 2.0 * (shape.stages - 1)
         if not late:
-            return 2 * self.schedule.hops(self.shape)
-        first = 2 * (self.shape.stages > 1)
-        return 2 * (self.shape.stages - 1) + late * (self.schedule.sends(self.shape) - first)
+            return 2.0 * schedule.hops(shape) * send
+        of_ends, between = (
+            late * (often - first) * send for often, first in zip(schedule.exchanges(shape), (1, 2), strict=True)
+        )
+        if in_step:
+            return (shape.stages > 1) * (way * send + between)
+        ends = maximum(works[0], works[2]) + of_ends
+        longest = maximum(ends, where(self.has_middle, works[1] + between, 0.0))
+        return (shape.stages > 1) * (way * send + longest - maximum(*works))
 
 
 @dataclass(frozen=True, slots=True)

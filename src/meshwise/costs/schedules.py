@@ -160,9 +160,18 @@ class Schedule:
         # Where the model is folded, its two halves meet on the last device.
         return self.chunks_of(shape) * (shape.stages - 1) if self.folded else self.num_chunks(shape) - 1
 
-    def sends(self, shape: PipelineShape) -> Num:
-        """Sends of one device in a step, forward and backward: a middle one, which sends most."""
-        return 2 * shape.num_microbatches * self.chunks_of(shape) * (shape.stages > 1)
+    def exchanges(self, shape: PipelineShape) -> tuple[Num, Num]:
+        """How often one of the devices at the ends, and one between, exchanges with a neighbour in a step.
+
+        At each border of its chunks once for each microbatch: activations one way, their gradients the other. The first
+        chunk of the model and the last have one border; where the model is folded, devices at the ends have half.
+
+        >>> find_schedule("1f1b").exchanges(PipelineShape(4, 8)), find_schedule("zb-v").exchanges(PipelineShape(4, 8))
+        ((8, 16), (16, 32))
+        """
+        between = 2 * shape.num_microbatches * self.chunks_of(shape)
+        each = between // 2 if self.folded else between - shape.num_microbatches
+        return each, between
 
 
 _STAGES = Need(lambda s: s.stages >= 2, "two stages or more: found {p}")

@@ -89,7 +89,8 @@ def step_time(
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
     terms = _NO_TERMS | _in_step(micro.terms, microbatches, once.exposed)
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
-    terms["pipeline_send"] = pipeline.waited_sends(calibration.sends_waited_for(schedule.name)) * send + copied
+    late = calibration.sends_waited_for(schedule.name)
+    terms["pipeline_send"] = pipeline.waited_sends(late, works, send, in_step=calibration.compiled) + copied
     terms["optimizer"] = optimizer / calibration.hbm_efficiency + optimizer_matmul / calibration.matmul_efficiency
     expected = total(terms.values())
     if not rates.bounded:

@@ -133,7 +133,7 @@ def upper_parts(w: Breakdown) -> dict[str, float]:
     work = {
         "FLOPs and bytes": runs * sum(passes),
         "collectives of microbatches": runs * sum(moves),
-        "sends": w.send * float(w.pipeline.schedule.sends(w.pipeline.shape)),
+        "sends": w.send * float(w.pipeline.schedule.exchanges(w.pipeline.shape)[1]) * (w.layout.stage > 1),
     }
     chip, calibration = w.problem.cluster.chip, w.problem.calibration
     parts = {

@@ -283,8 +283,11 @@ def _send(w: Breakdown, seconds: float) -> Explanation:
     formula = "2 directions x sends on a microbatch's way x seconds of one send of a stage's output"
     substitution = f"2 x {number(float(w.pipeline.schedule.hops(w.pipeline.shape)))}"
     if late:
-        formula = "sends that a device waits for, at each of its passes and while the pipeline fills, x seconds of one"
-        substitution = number(float(w.pipeline.waited_sends(late)))
+        formula = (
+            "sends that a step waits for, while the pipeline fills and whenever its busiest device, with its sends, "
+            "exchanges with a neighbour, x seconds of one"
+        )
+        substitution = number(float((seconds - w.copied) / w.send))
     substitution += f" x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})"
     if w.copied:
         formula += " + one send of the gradients between copies of a stage"

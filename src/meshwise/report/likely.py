@@ -125,7 +125,7 @@ def _all(c: Calibration) -> Iterator[tuple[str, float | None, str, str]]:
     yield "attention_backward", c.attention_backward, "of the forward rate", _DAO
     yield "half_depth", c.half_depth, "terms of a sum", _MICRO
     yield "half_attention", c.half_attention, "keys", _MICRO
-    yield "half_output", c.half_output, "elements", "a tenth of a wave of tiles of 128 x 256 on all compute units"
+    yield "compute_units", c.compute_units, "in each wave of tiles", "the chip's"
     yield "hbm_efficiency", c.hbm_efficiency, "share of HBM bandwidth", own
     yield "links.efficiency", c.links.efficiency, "share of link bandwidth", own
     yield "links.startup", c.links.startup, "s", "collectives by size of message (docs/planning.md)"

@@ -51,7 +51,12 @@ Part = tuple[Callable[[Calibration], float], Callable[[Calibration, float], Cali
 #: Sources of priors.
 MICRO = "single operations, NVIDIA AIConfigurator database"
 _SUSTAINED = f"{MICRO}; a tenth less where power limits clocks for minutes"
+_FULL_WAVES = f"{_SUSTAINED}; apart from waves of tiles that are not full"
 _CUDNN = "cuDNN 9.19, NVIDIA cudnn-frontend's benchmarks of training; a tenth less, likewise"
+
+#: Share of the dense FLOP/s that matmuls of 512 rows and more on an A100 have apart from waves of tiles that are not
+#: full (`costs.tiles`); on Hopper it is the family's, to a hundredth.
+_FULL_WAVES_OF_AMPERE = 0.92
 
 #: Units.
 FLOPS, HBM, LINKS = "share of dense FLOP/s", "share of HBM bandwidth", "share of link bandwidth"
@@ -112,7 +117,8 @@ def all_constants() -> tuple[Constant, ...]:
     """Every constant that is fitted to whole training steps."""
     own, gpus = CALIBRATIONS, ("ampere", "hopper", "blackwell")
     matmul_priors = (
-        *((f, 0.9 * own[f].matmul_efficiency, _SUSTAINED) for f in ("ampere", "hopper", "tpu")),
+        ("ampere", 0.9 * _FULL_WAVES_OF_AMPERE, _FULL_WAVES),
+        *((f, 0.9 * own[f].matmul_efficiency, _SUSTAINED) for f in ("hopper", "tpu")),
         ("blackwell", 0.48, "Hopper's FLOP/s for each watt, on 1,000 W; 6 % more for the process"),
     )
     narrow = (("hopper", DType.FP8), ("blackwell", DType.FP8), ("blackwell", DType.FP4))
