@@ -143,8 +143,8 @@ class Calibration:
             and not only what gradients read.
         beside_exchanges: whether an interleaved pipeline, or one stage, exchanges tokens of a microbatch while those of
             another are computed with, so that exchanges cost what compute loses by them (`interference`).
-        late_sends: how many sends between stages a device waits for at each of its passes: none where they run beside
-            compute, one where both directions go at once, two where one follows the other.
+        late_sends: how many sends between stages a device waits for at each exchange with a neighbour: none where they
+            run beside compute, one where both directions go at once, two where one follows the other.
         late_schedules: schedules in which they are waited for; () for all.
         late_once: what of the exchanges once a step over the data axis waits for all compute besides (`LATE_ONCE`).
         fused_sequences: whether collective matmuls need sequence parallelism: an AllReduce has no pieces that one

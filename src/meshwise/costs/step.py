@@ -17,7 +17,8 @@ The rule for the *expected* time, stated once:
    forward pass (new weights), but for one layer's worth, and but for what the software sends late (`late_once`).
 5. A pipeline takes what its schedule takes (`makespans`): the work of its busiest device, and what that waits for.
    Its sends are hidden except on the first microbatch's way through the model and the last one's way back; where the
-   software waits for them (`late_sends`), one or two count for each pass of a device. Where a
+   software waits for them (`late_sends`), one or two count for each exchange of a device with a neighbour, of which the
+   ends of the model have one; the device that is busiest with its sends counts. Where a
    forward pass runs together with another microbatch's backward pass, each computes while the other exchanges tokens
    with experts; compute units are set aside for the exchange meanwhile, and what that costs counts as exposed.
    Where a schedule has two copies of a stage, their gradients are added once a step, on the critical path: each device
