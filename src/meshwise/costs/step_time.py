@@ -76,7 +76,7 @@ def step_time(
     """
     rates, schedule, shape = parts.rates, pipeline.schedule, pipeline.shape
     calibration, microbatches = rates.calibration, shape.num_microbatches
-    shares = chunk_shares(parts.layers, pipeline)
+    late, shares = calibration.sends_waited_for(schedule.name), chunk_shares(parts.layers, pipeline)
     times = _times(parts.sums, calibration, pipeline, shares)
     works = schedule.works(shape, times)
     stored, saved = _busiest(pipeline, device_shares(parts.layers, pipeline), times, works)
@@ -89,7 +89,6 @@ def step_time(
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
     terms = _NO_TERMS | _in_step(micro.terms, microbatches, once.exposed)
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
-    late = calibration.sends_waited_for(schedule.name)
     terms["pipeline_send"] = pipeline.waited_sends(late, works, send, in_step=calibration.compiled) + copied
     terms["optimizer"] = optimizer / calibration.hbm_efficiency + optimizer_matmul / calibration.matmul_efficiency
     expected = total(terms.values())
