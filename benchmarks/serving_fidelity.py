@@ -9,6 +9,7 @@ Not here: predicting (`meshwise score shipped-serving`), or the prose around the
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ from accuracy_page import check, errors_table, tell, write
 from fits import serving_fit
 
 from meshwise.costs.engines import ENGINES
+from meshwise.costs.spread import interval_of, relative_spread
 from meshwise.scoring import ServingPrediction, ServingRun, ServingScore, score_serving, shipped_rows
 from meshwise.scoring.fitting import FittedRows
 from meshwise.scoring.score import by, errors_of
+from meshwise.scoring.serving import causes_of
 from meshwise.scoring.serving_constants import engine_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving-accuracy.md"
@@ -37,7 +40,10 @@ def main(words: list[str]) -> int:
 def tables(score: ServingScore) -> dict[str, str]:
     """Name of a table -> its lines."""
     left = serving_fit(score.times, tell)
-    by_model, by_engine = left.leave_out(lambda p: p.run.model), left.leave_out(_origin)
+    by_model = tuple(map(_widened, left.leave_out(lambda p: p.run.model)))
+    measured = {(p.run.model, _origin(p)) for p in score.times}
+    alone = {model for model, _ in measured if sum(model == own for own, _ in measured) == 1}
+    by_engine = tuple(_widened(p) if p.run.model in alone else p for p in left.leave_out(_origin))
     assert score.overall is not None
     found = {
         "summary": (
@@ -59,6 +65,12 @@ def tables(score: ServingScore) -> dict[str, str]:
     found["chip"] = errors_table("chip", by(score.times, lambda p: p.chip))
     found["model"] = errors_table("model left out", by(by_model, lambda p: p.run.model))
     return found
+
+
+def _widened(p: ServingPrediction) -> ServingPrediction:
+    """With the interval that a row has whose model was not measured."""
+    spread = relative_spread(p.terms, {*causes_of(p.scenario, p.scenario.problem), "model"})
+    return replace(p, likely=interval_of(p.expected, p.bound, spread))
 
 
 def _engine(p: ServingPrediction) -> str:

@@ -20,7 +20,7 @@ from meshwise.scoring import (
     score_serving,
     shipped_rows,
 )
-from meshwise.scoring.serving import compared, measured_number
+from meshwise.scoring.serving import MEASURED_MODELS, causes_of, compared, measured_number
 from meshwise.scoring.serving_scenario import build_serving_scenario
 
 BASE = {
@@ -417,3 +417,22 @@ def test_the_page_describes_every_column_and_metric():
     shared = page.partition("## Training runs")[2].partition("\n## ")[0]
     assert all(f"| `{f.name}` |" in serving + shared for f in fields(ServingRun))
     assert all(f"| `{name}` |" in serving for name in (*ServingRun.TIMES, *ServingRun.MEMORY))
+
+
+def test_measured_models_are_those_of_the_rows_that_ship():
+    runs = [run for run in shipped_rows(ServingRun) if isinstance(run, ServingRun) and run.counts]
+    first = {run.model: run for run in reversed(runs) if "MI250" not in run.hardware and not run.is_memory}
+    models = [build_serving_scenario(run, "fitted").problem.model for run in first.values()]
+    assert {(m.num_layers, m.d_model) for m in models} == MEASURED_MODELS
+
+
+def test_intervals_are_wider_for_mixtures_and_models_that_were_not_measured():
+    def causes(model):
+        scenario = build_serving_scenario(row(model=model, engine="vllm"), "fitted")
+        return causes_of(scenario, scenario.problem)
+
+    assert causes("llama-3.1-8b") == ("engine",)
+    assert causes("gemma-2-9b") == ("engine", "model")
+    assert causes("mixtral-8x7b") == ("engine", "experts")
+    known, new = (predict_serving(row(model=model, engine="vllm")) for model in ("llama-3.1-8b", "gemma-2-9b"))
+    assert new.likely.high / new.expected > known.likely.high / known.expected

@@ -13,7 +13,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import IDEAL_LINKS, Calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.problem import Step
+from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
@@ -42,6 +42,12 @@ _COMPARED: dict[str, Compared] = {
 _BEST = Calibration(
     "best", 0.90, 0.95, IDEAL_LINKS, False, False, False, "best of single operations",
     narrow=((DType.FP8, 0.80), (DType.FP4, 0.80)),
+)  # fmt: skip
+
+#: Layers and width of the models whose steps were measured: those of the rows that ship.
+MEASURED_MODELS = frozenset(
+    [(24, 1024), (24, 2048), (28, 4096), (32, 4096), (44, 6144), (48, 12288), (61, 7168), (80, 8192), (80, 14848),
+     (96, 12288), (105, 20480), (118, 18432), (126, 16384)]
 )  # fmt: skip
 
 
@@ -96,9 +102,17 @@ def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPred
     if run.is_memory:
         bound = 0.0
     elif problem.calibration.uncertainty_sources is not None:  # compared with measured steps
-        causes = (*uncertainty_sources(problem.calibration, problem.model), *scenario.uncertainty_sources)
-        likely = likely_interval(found.expected, bound, terms, causes)
+        likely = likely_interval(found.expected, bound, terms, causes_of(scenario, problem))
     return ServingPrediction(scenario, estimate, terms, memory, measured, found.expected, bound, likely, what)
+
+
+def causes_of(scenario: ServingScenario, problem: ServingProblem) -> tuple[str, ...]:
+    """Causes of `spread.SPREADS` that widen a row's interval."""
+    model = problem.model
+    new = (model.num_layers, model.d_model) not in MEASURED_MODELS
+    return (
+        *uncertainty_sources(problem.calibration, model), *scenario.uncertainty_sources, *(("model",) if new else ())
+    )  # fmt: skip
 
 
 def _impossible(
