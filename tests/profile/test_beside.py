@@ -68,7 +68,7 @@ def test_a_foreign_program_is_joined_by_shapes_collectives_and_kinds():
     found, diagnosis = beside(PAX[0], "fsdp=4,remat=none", **job, seq_len=2048)
     assert found.joined_share > 0.85
     assert found.joined["shapes"] > 0.2
-    assert 1e3 * found.step_s == pytest.approx(67, rel=0.05)
+    assert 1e3 * found.step_s == pytest.approx(72.5, rel=0.05)
     measured = {t.name: 1e3 * t.measured for t in found.terms}
     assert measured["forward"] == pytest.approx(43.3, rel=0.1)
     assert measured["backward"] == pytest.approx(67.7, rel=0.1)
