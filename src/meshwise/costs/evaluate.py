@@ -89,12 +89,19 @@ def evaluate_local(
             operations are the same.
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
-    passes = [_passes(problem, structure, b, prices) for b in blocks] if known is None else [b.passes for b in known]
+    passes = evaluate_passes(problem, structure, prices) if known is None else [b.passes for b in known]
     memories = evaluate_local_memory(problem, structure, prices)
     return tuple(
         LocalBlock(own, {one.cost: one.bytes(extents) for one in b.collectives if one.local}, memory)
         for own, b, memory in zip(passes, blocks, memories, strict=True)
     )
+
+
+def evaluate_passes(
+    problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices
+) -> list[dict[str, PassCompute]]:
+    """The passes alone of `evaluate_local`, of each block; arguments as there."""
+    return [_passes(problem, structure, b, prices) for b in problem.lowered.training(structure)]
 
 
 def evaluate_local_memory(

@@ -21,14 +21,17 @@ TITLE = "meshwise run"
 
 
 def _why(check: Callable[[Choices], None]) -> Callable[[Choices], str]:
-    """What a check says of a job, "" where it has no objection."""
+    """What a check says of a job, "" where it has no objection; asked once of all its layouts."""
 
     def said(choices: Choices) -> str:
-        try:
-            check(choices)
-        except MeshwiseError as error:
-            return str(error)
-        return ""
+        if check not in choices.known:
+            choices.known[check] = ""
+            try:
+                check(choices)
+            except MeshwiseError as error:
+                choices.known[check] = str(error)
+        known: str = choices.known[check]
+        return known
 
     return said
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwise.costs.arithmetic import Num, array, joined, take
 from meshwise.costs.ends import End, pipeline_ends
-from meshwise.costs.evaluate import evaluate_activations, evaluate_local, local_prices, rates_of
+from meshwise.costs.evaluate import evaluate_activations, evaluate_passes, local_prices, rates_of
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.memory import STATE_CLASSES
 from meshwise.costs.offload import HOST_CLASSES
@@ -89,9 +89,9 @@ def ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> fl
     whole = LocalSizes(sequences)
     least = math.inf
     for choices in {_all_remats(v, "none") for v in compute_variants(problem.model, asked)}:
-        local = evaluate_local(problem, choices, local_prices(problem, choices, whole))
+        local = evaluate_passes(problem, choices, local_prices(problem, choices, whole, bounded=False))
         blocks = zip(problem.lowered.training(choices), local, strict=True)
-        passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.passes.values())
+        passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.values())
         least = min(least, sum(passes))
     return (1 - 1e-9) * least / (sequences * float(problem.job.seq_len))
 
@@ -142,12 +142,17 @@ class Bounds:
     def _evaluate(self, numbers: Index) -> tuple[Mapping[str, RoleSums], HeldActivations]:
         """Sums of one microbatch on ideal links, and what is held, of some sizes of each compute variant."""
         found, lengths = [], []
-        for v in np.unique(numbers // self.num_sizes):
-            own, sizes = self.network.variants[v], numbers[numbers // self.num_sizes == v] % self.num_sizes
-            found.append((self.mixed(own, partial(self._ideal_sums, sizes)), self._held_under(own, sizes)))
-            lengths.append(len(sizes))
-        both: tuple[Mapping[str, RoleSums], HeldActivations] = joined(found, lengths)
-        return both
+        variant, size = np.divmod(numbers, self.num_sizes)
+        every = np.unique(size)
+        for v in np.unique(variant):
+            own, mine = self.network.variants[v], size[variant == v]
+            # Where sizes are few, all variants ask for the same: then they share prices, and parts of mixes.
+            sizes = every if len(every) <= FEW else mine
+            both = self.mixed(own, partial(self._ideal_sums, sizes)), self._held_under(own, sizes)
+            found.append(both if len(mine) == len(sizes) else take(both, np.searchsorted(sizes, mine)))
+            lengths.append(len(mine))
+        whole: tuple[Mapping[str, RoleSums], HeldActivations] = joined(found, lengths)
+        return whole
 
     @property
     def activations(self) -> Mapping[str, RoleSums]:

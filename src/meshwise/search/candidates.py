@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -381,12 +382,16 @@ class ComputeVariant:
 
 def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]:
     """Every compute variant that the choices of a search allow for `model`."""
-    mixture = bool(model.mixtures)
+    return _compute_variants(bool(model.mixtures), model.num_layers, asked)
+
+
+@lru_cache(maxsize=16)
+def _compute_variants(mixture: bool, layers_of_model: int, asked: Choices) -> tuple[ComputeVariant, ...]:
     asked = asked if mixture else replace(asked, expert_tensor_parallel=(True,), expert_dispatch="auto")
     found = []
     ways = asked.expert_tensor_parallel
     # Those that differ in remat alone follow one another: they share the prices of their operations.
-    each = itertools.product(ways, asked.context_method, (False, True), asked.remats(model.num_layers))
+    each = itertools.product(ways, asked.context_method, (False, True), asked.remats(layers_of_model))
     for expert_tensor, method, exchanges, (remat, layers) in each:
         if (exchanges and not mixture) or not (expert_tensor or asked.sequence_parallel):
             continue

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwise.costs.arithmetic import Num, joined, take
 from meshwise.costs.compute import OperationPrices
-from meshwise.costs.evaluate import LocalBlock, evaluate_local, evaluate_local_memory, local_prices
+from meshwise.costs.evaluate import LocalBlock, evaluate_local, evaluate_local_memory, evaluate_passes, local_prices
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.memory import LocalMemory
@@ -217,13 +217,13 @@ class LocalTables:
     def busy(self, choices: LayoutChoices, numbers: Index) -> Array:
         """Seconds that the device computes for a microbatch, all copies of its blocks, less what rounding may add."""
         if choices not in self._busy:
-            self._busy[choices] = RowTable(partial(self._evaluate_busy, choices))
+            self._busy[choices] = RowTable(partial(self._evaluate_busy, choices), lambda: len(self._numbers))
         return self._busy[choices](numbers)
 
     def _evaluate_busy(self, choices: LayoutChoices, numbers: Index) -> Array:
-        own = (self if len(self._numbers) <= FEW else self.evaluate)(choices, numbers)  # of many sizes none is kept
-        blocks = zip(self.problem.lowered.training(choices), own, strict=True)
-        seconds: Num = sum(b.placed.block.repeat * p.seconds for b, at in blocks for p in at.passes.values())
+        found = evaluate_passes(self.problem, choices, self._priced(choices, numbers))
+        blocks = zip(self.problem.lowered.training(choices), found, strict=True)
+        seconds: Num = sum(b.placed.block.repeat * p.seconds for b, passes in blocks for p in passes.values())
         return np.array(np.broadcast_to((1 - 1e-9) * seconds, len(numbers)))  # added up in another order
 
     def _evaluate_memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:

@@ -37,7 +37,7 @@ _POOL = 2048  # candidates that wait with a bound until the best of them are pri
 _GO, _GROWTH, _SHARE = 64, 8, 0.25
 
 #: So few layouts are all priced: their bounds would take longer.
-_FEW = 512
+_FEW = 64
 
 #: Chips from which on layouts of few axes are searched first: how many, and whether with usual choices alone; and
 #: of mixtures, whose experts take an axis.

@@ -197,7 +197,10 @@ def undominated(
         columns += [w.routed] if routing_of(group, routing) else []  # else the exchange, which is there
     columns += [wires.share_links(*pair) * 1.0 for pair in at_once]
     columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
-    costs = np.column_stack([_rounded(np.broadcast_to(c, len(factors))) for c in columns])
+    costs = np.empty((len(factors), len(columns)))
+    for i, column in enumerate(columns):
+        costs[:, i] = column
+    costs = _rounded(costs)
     ends = np.append(starts[1:], len(factors))
     return np.concatenate([b + _front(costs[b:e]) for b, e in zip(starts, ends, strict=True)])
 
