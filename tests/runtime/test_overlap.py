@@ -54,6 +54,8 @@ def test_xla_is_told_of_the_network_unless_it_has_been():
     assert environment["XLA_FLAGS"] == f"--xla_dump_to=x {network_flag(parse_cluster('h100:64'))}"
     tell_network(parse_cluster("a100:64"), environment)
     assert environment["XLA_FLAGS"].endswith("nic_speed_gbps=50")
+    assert tell_network(parse_cluster("v5e:4x4"), nothing := {}) is None
+    assert nothing == {}
 
 
 def test_a_step_is_compiled_with_the_options_of_its_devices(monkeypatch):

@@ -90,9 +90,9 @@ def network_flag(cluster: Cluster) -> str:
 
 def tell_network(cluster: Cluster, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set that flag for the process that has this environment, before it loads XLA; what a user has set stays."""
-    flags = environment.get("XLA_FLAGS", "")
-    if _NETWORK not in flags:
-        environment["XLA_FLAGS"] = f"{flags} {network_flag(cluster)}".strip()
+    flags, own = environment.get("XLA_FLAGS", ""), network_flag(cluster)
+    if own and _NETWORK not in flags:
+        environment["XLA_FLAGS"] = f"{flags} {own}".strip()
 
 
 def _in_flight(layout: Layout) -> int:
