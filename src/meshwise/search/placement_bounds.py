@@ -1,8 +1,8 @@
 """Lower bounds of candidates whose activations, weights and gradients all move, on the best mapping of their mesh.
 
 A mapping says where the mesh axes lie on the network. Ideal links, which no placement beats, are one mapping: every
-group is laid out as if it had the network to itself. On switches all placements are asked, too, as not every group can
-be in the same node; on a torus they are many, and a group gets nearly what it would get alone.
+group is laid out as if it had the network to itself. What that leaves is asked in all placements, as not every group
+can be in the same node, or have the whole of a torus.
 
 What a pass moves hides behind its own compute, of which it costs a share i (`Calibration.interference`), as far as that
 lasts. T seconds of weight traffic beside C that hide it expose

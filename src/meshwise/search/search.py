@@ -223,7 +223,7 @@ class NetworkSearch:
             batch = batch.where(~np.isin(self._numbers(batch), self.looked_at))
         possible = self.pricing.possible(batch)
         self.state.infeasible += len(batch) - len(possible)
-        return self.pricing.raised(possible, self.matters)
+        return self.pricing.raised(possible, self.matters, first=math.isinf(self.state.ranking.cut))
 
     def rank(self, groups: Groups) -> Groups:
         """Go through `groups`, sorted by their bound, until none can enter the ranking.
