@@ -33,6 +33,10 @@ from meshwise.sharding.placed import Purpose
 Group = tuple[str, ...]
 
 
+#: Axes of a torus on which placements are too many to be bounded: prices take less time.
+_MANY_AXES = 3
+
+
 @dataclass(frozen=True)
 class Priced:
     """Complete layouts that were priced in full.
@@ -62,9 +66,11 @@ class Pricing:
         self.network, self.problem, self.table, self.tick = network, network.problem, network.table, tick
         self.bounds = Bounds(network)
         self.memory = MemoryPrices(self.bounds)
-        mappings = IdealMapping(network.ideal), Placements(network.fabric, self.table, self.problem.routing)
+        mappings: list[IdealMapping | Placements] = [IdealMapping(network.ideal)]
+        self.torus = sum(d.torus for d in network.fabric.dimensions)
+        if self.torus < _MANY_AXES:
+            mappings.append(Placements(network.fabric, self.table, self.problem.routing))
         self.placement_bounds = [PlacementBounds(self.bounds, m) for m in mappings]
-        self.torus = any(d.torus for d in network.fabric.dimensions)
         self.groups_of: dict[LayoutChoices, tuple[tuple[Group, ...], tuple[tuple[Group, Group], ...]]] = {}
         self.worthy: dict[tuple[object, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
