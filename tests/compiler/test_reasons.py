@@ -94,6 +94,16 @@ def test_a_sum_may_be_taken_whole():
     }
 
 
+def test_a_gather_may_be_a_sum_of_parts_among_zeros():
+    """Of what is summed in fp32 none is: those are gradients."""
+    expected = [wanted("reduce-scatter", X, 10 * MB), wanted("all-gather", X, 10 * MB)]
+    assert reasons(expected, [found("all-reduce", X, 20 * MB), found("all-reduce", X, 20 * MB, dtype="f32")]) == {
+        "all-gather over x": {"gathered whole": -10.0},
+        "all-reduce over x": {"gathered whole": 20.0, "reduced whole": 20.0},
+        "reduce-scatter over x": {"reduced whole": -10.0},
+    }
+
+
 def test_a_scatter_and_a_gather_may_be_joined():
     expected = [wanted("reduce-scatter", X, 10 * MB), wanted("all-gather", X, 10 * MB)]
     assert reasons(expected, [found("all-reduce", X, 20 * MB)]) == {

@@ -19,6 +19,7 @@ REASONS = {
     "read it",
     "lookup": "rows of an embedding table are looked up, and their gradients added, by exchanges that XLA chose",
     "token numbers": "integers: token numbers, labels and places travel where a lookup or the loss needs them",
+    "gathered whole": "an AllReduce of parts among zeros, where an AllGather would do",
     "reduced whole": "an AllReduce, where a ReduceScatter would do",
     "reduced at once": "sums over several mesh axes, or of several arrays, are taken by one collective",
     "axis by axis": "one over several mesh axes is taken over one after the other; the bytes are the same",

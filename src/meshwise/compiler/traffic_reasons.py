@@ -64,6 +64,7 @@ def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, 
     _statistics(ledger, compiled)
     _slots(ledger, expected)
     _ring(ledger, expected)
+    _gathered_whole(ledger, compiled)
     _gathered_once(ledger, expected)
     _lookups(ledger, expected, compiled)
     _axis_by_axis(ledger, compiled)
@@ -230,6 +231,21 @@ def _joined(ledger: _Ledger) -> None:
             ledger.explain((kind, axes), "joined", 2 * each)
             for part in parts:
                 ledger.explain(part, "joined", -each)
+
+
+def _gathered_whole(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
+    """AllReduces in 16 bits more where AllGathers are missing: on whole slices XLA adds up parts among zeros."""
+    sums: dict[tuple[str, ...], float] = defaultdict(float)
+    for c in compiled:
+        if c.kind == "all-reduce" and c.dtype in ("bf16", "f16"):
+            sums[c.axes] += c.needed * c.count
+    for axes, amount in sums.items():
+        whole, gather = ("all-reduce", axes), ("all-gather", axes)
+        others = max(0.0, -ledger.left["reduce-scatter", axes])  # taken whole, too, or each joined with a gather
+        each = min(amount / 2, ledger.left[whole] / 2 - others, -ledger.left[gather])
+        if each > 0:
+            ledger.explain(whole, "gathered whole", 2 * each)
+            ledger.explain(gather, "gathered whole", -each)
 
 
 def _reduced_whole(ledger: _Ledger) -> None:
