@@ -234,7 +234,7 @@ def _joined(ledger: _Ledger) -> None:
 
 
 def _gathered_whole(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
-    """AllReduces in 16 bits more where AllGathers are missing: on whole slices XLA adds up parts among zeros."""
+    """AllReduces in 16 bits more where AllGathers are missing: on some whole slices XLA adds up parts among zeros."""
     sums: dict[tuple[str, ...], float] = defaultdict(float)
     for c in compiled:
         if c.kind == "all-reduce" and c.dtype in ("bf16", "f16"):
