@@ -19,7 +19,7 @@ SMALL = {
     "network": {"_MOST_ROWS": 30, "FEW": 4},
     "placement_bounds": {"_ROWS": 50, "_MOST_PLACEMENTS": 20, "CHUNK": 16},
     "pricing": {"CHUNK": 64},
-    "search": {"_POOL": 64, "CHUNK": 64},
+    "network_search": {"_POOL": 64, "CHUNK": 64},
 }
 
 _OWN = [f.name for f in fields(LocalSizes) if f.name != "micro_batch"]

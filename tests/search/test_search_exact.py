@@ -24,7 +24,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import tools_for
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.search import FRONT_SPAN, SearchSpace, search, training_limits
+from meshwise.search import FRONT_SPAN, SearchSpace, network_search, search, training_limits
 from meshwise.search.candidates import Choices
 from meshwise.search.until import OutOfTime
 from meshwise.sharding.layout import MESH_AXES
@@ -50,7 +50,7 @@ EXACT = {"rel": 1e-12, "abs": 0}
 @pytest.fixture(autouse=True)
 def bounded(monkeypatch):
     """Bounds are tested on few layouts, too, which would else all be priced."""
-    monkeypatch.setattr(search_module, "_FEW", 0)
+    monkeypatch.setattr(network_search, "_FEW", 0)
 
 
 def problem_on(cluster, *, sequences=8, seq_len=1024, hbm=None, model=None, changes=None, **sizes):
@@ -397,9 +397,9 @@ def test_few_layouts_are_all_priced_with_the_same_end(monkeypatch, fixed):
         p = large(on)
         space = SearchSpace(training_limits(p, fixed), memory_share=share)
         bounded_one = search(p, [p.network], space, top=3)
-        monkeypatch.setattr(search_module, "_FEW", 10**6)
+        monkeypatch.setattr(network_search, "_FEW", 10**6)
         priced = search(p, [p.network], space, top=3)
-        monkeypatch.setattr(search_module, "_FEW", 0)
+        monkeypatch.setattr(network_search, "_FEW", 0)
         assert priced.best == bounded_one.best
         assert priced.strategies == bounded_one.strategies
         assert priced.least_memory == pytest.approx(bounded_one.least_memory) or priced.best

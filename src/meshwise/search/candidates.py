@@ -254,6 +254,10 @@ class Saving:
     loss: str
     offload: tuple[str, ...]
 
+    def among(self, asked: Choices) -> bool:
+        """Whether it is one of the choices of a search."""
+        return self.loss in asked.loss and self.offload in asked.offload
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:

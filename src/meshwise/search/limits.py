@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwise.core.errors import InfeasibleError, LayoutError
 from meshwise.core.units import format_bytes, format_count, format_duration, format_money, format_percent
@@ -20,6 +20,7 @@ from meshwise.search.baselines import Baseline
 from meshwise.search.constraints import Constraints
 from meshwise.search.network import LocalTables
 from meshwise.search.plan import Plan
+from meshwise.search.pricing import Pricing
 from meshwise.search.ranking import Found
 from meshwise.search.search import search
 from meshwise.search.space import parts_up_to, shrunken
@@ -39,6 +40,7 @@ class Wanted:
         progress: told a line now and then.
         until: when it ends, on `time.monotonic`'s clock.
         local: what one device does, for all searches of the problem.
+        kept: filled with what was worked out of networks, for searches of parts of the space.
     """
 
     problem: TrainingProblem
@@ -49,6 +51,7 @@ class Wanted:
     progress: Callable[[str], None]
     until: float = math.inf
     local: LocalTables | None = None
+    kept: list[Pricing] = field(default_factory=list)
 
     @property
     def without_limits(self) -> Wanted:
@@ -70,6 +73,7 @@ class Wanted:
             progress=self.progress,
             until=self.until,
             local=self.local,
+            kept=self.kept,
         )
 
 

@@ -29,6 +29,7 @@ from meshwise.search.network import LocalTables
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
 from meshwise.search.reasons import winner_reasons
+from meshwise.search.simplest import find_simplest
 from meshwise.search.tools import Tool
 from meshwise.search.until import OutOfTime
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest, layout_words
@@ -145,31 +146,9 @@ def _simplest_in_time(wanted: Wanted, result: SearchResult) -> tuple[Found | Non
     if not (wanted.constraints.within and wanted.objective in OBJECTIVES and result.complete):
         return None, result
     try:
-        return _simplest(wanted, result.best[0]), result
+        return find_simplest(wanted, result.best), result
     except KeyboardInterrupt:  # the fastest is known, whether a simpler one is as good is not
         return None, replace(result, complete=False, interrupted_on=result.best[0].layout.num_chips)
-
-
-def _simplest(wanted: Wanted, best: Found) -> Found | None:
-    """The plan with the fewest axes, then without unusual choices, that cannot be told from the best; None if it is.
-
-    Among plans with as many axes it is the fastest, or the cheapest.
-    """
-    space, most = wanted.space, 1 + wanted.constraints.within
-    chips = best.layout.num_chips
-    seconds = wanted.space.seconds_on(chips)
-    space = replace(space, front=False, most_seconds=min(seconds, most * best.seconds_per_token))
-    if wanted.objective == "cost":
-        space = replace(space, most_seconds=seconds, most_chip_seconds=most * best.seconds_per_token * chips)
-    for axes in range(1, len(best.layout.used_axes) + 1):
-        limits = replace(space.limits, most_axes=axes)
-        for choices in (space.choices.usual, space.choices):
-            if axes == len(best.layout.used_axes) and choices.include(best.layout):
-                return None  # it is the best of these, too
-            narrowed = replace(wanted, top=1, space=replace(space, limits=limits, choices=choices))
-            if found := narrowed.search([best.fabric]).best:
-                return found[0] if found[0].layout != best.layout else None
-    return None
 
 
 def _why_simplest(wanted: Wanted, simple: Found, best: Found) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,11 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Wires
 from meshwise.costs.traffic import term_of
 from meshwise.search.bounds import CHUNK, Bounds, expanded
-from meshwise.search.candidates import Array, CandidateBatch, Index, Mask
+from meshwise.search.candidates import Array, CandidateBatch, Choices, Index, Mask, distinct
 from meshwise.search.memory import MemoryPrices
 from meshwise.search.network import SearchedNetwork
 from meshwise.search.placement_bounds import IdealMapping, PlacementBounds, Placements
-from meshwise.search.ranking import Found
+from meshwise.search.ranking import Found, kinds_of
 from meshwise.search.space import WireTable, placements, undominated
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.placed import Purpose
@@ -75,6 +76,18 @@ class Pricing:
         self.worthy: dict[tuple[object, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
 
+    @cached_property
+    def kinds(self) -> tuple[dict[tuple[int, ...], int], Index]:
+        """Numbers of the kinds of layouts, by their chips and sizes, and the kind of each of the bounds' keys."""
+        each = self.kinds_at(self.bounds.members[self.bounds.begins])
+        first, kind_of = distinct(list(each.T))
+        chips = math.prod(self.network.fabric.sizes)
+        return {(chips, *kind): number for number, kind in enumerate(each[first].astype(int).tolist())}, kind_of
+
+    def kinds_at(self, at: Index) -> Array:
+        """[rows, axes]: sizes that tell kinds of layouts apart, of rows of the table."""
+        return kinds_of(self.table.meshes[self.table.mesh_id[at]])
+
     def least_memory(self, least: float = math.inf, *, exact: bool = True) -> float:
         """Least memory of any candidate, bytes, with whatever the host has room for.
 
@@ -113,11 +126,15 @@ class Pricing:
             batch = batch.where(below(batch.bound, self.bounds.key_of[batch.at]))
         return batch
 
-    def fitting(self, batch: CandidateBatch) -> tuple[CandidateBatch, float]:
+    def fitting(self, batch: CandidateBatch, asked: Choices | None = None) -> tuple[CandidateBatch, float]:
         """The candidates that fit in memory, with their memory; and the least memory of any.
 
         Where one does not fit, copies of it that save memory do, perhaps: but none that offloads all that
         another does which fits, for it is no faster. A loss in chunks takes no other time than a whole one.
+
+        Args:
+            batch: candidates.
+            asked: with the ways to save memory that count; None for all.
         """
         found, least, savings = [CandidateBatch.none()], math.inf, self.network.savings
         nested = all(set(savings[0].offload) <= set(saving.offload) for saving in savings)
@@ -132,7 +149,7 @@ class Pricing:
                 for smaller, fitted in tried:
                     if smaller <= set(saving.offload):
                         needed &= ~fitted  # it is no faster than what fits
-                if not needed.any():
+                if not needed.any() or not (asked is None or saving.among(asked)):
                     continue
                 if saving.loss not in stages:
                     rows = np.flatnonzero(needed) if nested else np.arange(len(mine))  # later ones are among these
