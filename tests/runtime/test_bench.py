@@ -4,14 +4,19 @@ import csv
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 
+import jax
+import numpy as np
 import pytest
 
 import meshwise
 from meshwise.cli.main import COMMANDS
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.alone import AttentionShape
+from meshwise.costs.local_shapes import ProductShape
 from meshwise.costs.machine import ENGINE_STEPS, FEW_ROWS, PAGED, MeasuredOperation, engine_step, write_rows
 from meshwise.hardware.cluster_file import read_cluster
 from meshwise.runtime.bench import Bench
@@ -72,6 +77,50 @@ def test_a_plan_s_own_operations_run_as_large_as_one_device_has_them(tmp_path):
     assert (q.m, q.k, q.n, q.dtype) == (128, 64, 64, "bf16")
     assert (attention.seq_q, attention.heads, attention.kv_heads, attention.head_dim) == (128, 4, 2, 16)
     assert by_name["q"].expected is None, "this is no H100"
+    assert by_name["q"].times == 2 * 4, "q and o of two layers, forward and backward"
+    back = by_name["dattention (backward)"]
+    assert (back.measured.category, back.work) == ("attention gradient", 2.5 * by_name["attention"].work)
+
+
+@pytest.mark.jax
+def test_experts_and_windows_of_a_plan_run_as_training_runs_them(tmp_path):
+    """Each is held to a layer's own numbers: 128 tokens with 2 of 4 experts, and the 32 nearest of 128 keys."""
+    found = meshwise.estimate_train(
+        "D=64 F=128 Fe=32 E=4 top_k=2 L=2 N=4 K=2 V=128 window=32", on="h100:8", batch_tokens=1024, seq_len=128,
+        layout="fsdp=8,remat=none",
+    )  # fmt: skip
+    file = tmp_path / "plan.json"
+    file.write_text(found.plans[0].to_json())
+    rows = {row.text.partition(":")[0]: row for row in meshwise.bench("plan", str(file), seconds="1ms").rows}
+    gate, summed = rows["expert.gate"], rows["dexpert.up.w_expert.up (weights)"]
+    assert (gate.measured.batch, gate.measured.m, gate.measured.k, gate.measured.n) == (4, 64, 64, 32)
+    assert gate.work == summed.work == 2 * 4 * 64 * 64 * 32
+    near = rows["attention"]
+    assert (near.measured.category, near.work) == ("attention windowed", 4 * 4 * 16 * (32 * 33 / 2 + 96 * 32))
+
+
+@pytest.mark.jax
+def test_what_is_timed_is_what_it_is_named(monkeypatch):
+    """Grouped products beside plain ones, a windowed attention and its gradient beside a mask on all scores."""
+    seen = []
+    monkeypatch.setattr(Bench, "_time", lambda _, function, *operands: seen.append((function, operands)))
+    devices, shape = Bench(), AttentionShape(2, 16, 64, 4, 2, 8, 8, causal=True, pairs=1.0, window=12)
+    devices.grouped(ProductShape(4, 8, 16, 3), "fp32")
+    devices.grouped(ProductShape(8, 4, 16, 3, summed=True), "fp32")
+    devices.attention(shape, "fp32")
+    devices.attention(replace(shape, gradient=True), "fp32")
+    (many, (x, w)), (summed, (left, right)), (forward, given), (back, (*_, total, d_out, shift)) = seen
+
+    np.testing.assert_allclose(many(x, w), np.einsum("gmk,gkn->gmn", x.reshape(3, 4, 8), w).reshape(12, 16), rtol=1e-5)
+    expected = np.einsum("gkm,gkn->gmn", left.reshape(3, 4, 8), right.reshape(3, 4, 16))
+    np.testing.assert_allclose(summed(left, right), expected, rtol=1e-5, atol=1e-5)
+
+    positions, keys = np.arange(24, 40)[:, None], np.arange(64)
+    mask = (keys <= positions) & (keys > positions - 12)
+    plain = partial(jax.nn.dot_product_attention, mask=mask[None, None])
+    np.testing.assert_allclose(forward(*given), plain(*given), rtol=1e-4, atol=1e-5)
+    for found, one in zip(back(*given, total, d_out, shift), jax.vjp(plain, *given)[1](d_out), strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-3, atol=1e-5)
 
 
 def test_a_plan_s_file_goes_with_plan_alone(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import meshwise
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.alone import attention_work, collective_seconds, local_seconds, product_work
+from meshwise.costs.alone import AttentionShape, attention_work, collective_seconds, local_seconds, product_work
 from meshwise.costs.calibration_files import read_calibration_file
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.machine import MeasuredOperation, rows_text
@@ -43,7 +43,7 @@ def calibrate(tmp_path, *rows, **asked):
 
 def test_what_takes_as_long_as_expected_moves_nothing(tmp_path):
     attention = local_seconds(
-        CHIP, DType.BF16, *attention_work(*PROMPT_SIZES, dtype=DType.BF16, causal=True), BASE, attends=True
+        CHIP, DType.BF16, *attention_work(AttentionShape.of(*PROMPT_SIZES, causal=True), DType.BF16), BASE, attends=True
     )
     found = calibrate(
         tmp_path,

@@ -53,7 +53,9 @@ def bench(request: BenchRequest, *, progress: Tell = silent, say: Tell = silent)
             notes=f"median of {sample.calls} calls, {sample.low * 1e3:.6g} to {sample.high * 1e3:.6g} ms",
             **operation.columns,
         )
-        rows.append(BenchRow(operation.text, measured, operation.work, operation.unit, operation.expected))
+        rows.append(
+            BenchRow(operation.text, measured, operation.work, operation.unit, operation.expected, operation.times)
+        )
     number, document = len(devices.devices), _document(devices, rows) if request.what == "machine" else None
     return BenchResult(tuple(rows), devices.hardware, number, devices.software, chip, asked.basis, document)
 

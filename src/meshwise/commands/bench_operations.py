@@ -19,9 +19,9 @@ from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_duration, parse_bytes, parse_duration
-from meshwise.costs.alone import attention_work, collective_seconds, local_seconds, product_work
+from meshwise.costs.alone import AttentionShape, attention_work, collective_seconds, local_seconds, product_work
 from meshwise.costs.calibration import FEW_ROWS_SIDES, default_calibration
-from meshwise.costs.local_shapes import local_shapes
+from meshwise.costs.local_shapes import ProductShape, local_shapes
 from meshwise.costs.machine import (
     CACHED,
     DECODING,
@@ -139,6 +139,7 @@ class Operation:
         run: measures it.
         work: FLOPs or bytes of one call; unit: "FLOP/s", "bytes/s", or "" where there is neither.
         expected: seconds that it should take; None where that is not known.
+        times: how often a device runs it in a step of the plan; 0 where it is of none.
     """
 
     text: str
@@ -147,6 +148,7 @@ class Operation:
     work: float = 0.0
     unit: str = ""
     expected: float | None = None
+    times: float = 0.0
 
 
 class Operations:
@@ -209,13 +211,16 @@ class Operations:
         own = self.chip is not None and self.chip.name == plan.problem.cluster.chip.name
         for shape in local_shapes(plan.problem, plan.layout):
             dtype = shape.dtype.value
-            if shape.attends:
-                (one,) = self._attentions(dtype, shape.sizes)
-            else:
-                (one,) = self._matmuls(dtype, (shape.sizes,))
+            match shape.work:
+                case ProductShape(m, k, n, groups=1):
+                    (one,) = self._matmuls(dtype, ((m, k, n),))
+                case ProductShape():
+                    one = self._grouped(dtype, shape.work)
+                case _:
+                    one = self._attention(dtype, shape.work)
             expected = shape.seconds * plan.problem.cluster.chip.devices_per_chip if own else None
-            text = f"{shape.name}: {one.text}, {shape.copies:g} times"
-            yield replace(one, text=text, expected=expected)
+            times = shape.copies * plan.layout.num_microbatches
+            yield replace(one, text=f"{shape.name}: {one.text}", times=times, expected=expected)
 
     def _local(self, flops: float, num_bytes: float, dtype: str) -> float | None:
         """Seconds of so many FLOPs and bytes of HBM on one device."""
@@ -240,6 +245,14 @@ class Operations:
             columns = self._columns("gemm", "GEMM (m,k)x(k,n)", dtype) | {"m": m, "n": n, "k": k}
             run = partial(self.devices.matmul, m, k, n, dtype)
             yield Operation(f"{m} x {k} x {n}", columns, run, flops, "FLOP/s", self._local(flops, moved, dtype))
+
+    def _grouped(self, dtype: str, shape: ProductShape) -> Operation:
+        """Products of groups of rows, each with a matrix of its own."""
+        flops, _ = product_work(shape.m, shape.k, shape.n, DType(dtype), shape.groups)
+        columns = self._columns("grouped gemm", "GEMM (m,k)x(k,n) of each group", dtype)
+        columns |= {"m": shape.m, "n": shape.n, "k": shape.k, "batch": shape.groups}
+        text = f"{shape.groups} of {shape.m} x {shape.k} x {shape.n}"
+        return Operation(text, columns, partial(self.devices.grouped, shape, dtype), flops, "FLOP/s")
 
     def _copies(self) -> Iterator[Operation]:
         """Reading half of so many bytes, and writing as many."""
@@ -330,21 +343,26 @@ class Operations:
             text = f"engine's step, {number} empty layer{'s' * (number > 1)}, {batch} request{'s' * (batch > 1)}"
             yield Operation(text, columns, run)
 
-    def _attentions(self, dtype: str, sizes: tuple[int, ...] = ()) -> Iterator[Operation]:
-        """Attention over (batch, queries, keys); or one of `sizes`, with heads, key/value heads and width besides."""
-        heads, kv_heads, dim = sizes[3:] or (self.request.heads, self.request.kv_heads, self.request.head_dim)
-        usual = self.sizes or attention_sizes(1024 if self.on_cpu else 8192)
-        for batch, queries, keys in [sizes[:3]] if sizes else usual:
-            causal = queries == keys
-            work = (batch, queries, keys, heads, kv_heads, dim)
-            flops, moved = attention_work(*work, dtype=DType(dtype), causal=causal)
-            op = "attention (causal)" if causal else "attention (each query over all keys)"
-            columns = self._columns("attention prefill" if causal else "attention decode", op, dtype)
-            columns |= {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim}
-            columns |= {"seq_q": queries, "seq_kv": keys, "causal": "yes" if causal else "no"}
-            run = partial(self.devices.attention, batch, queries, keys, heads, kv_heads, dim, dtype)
-            text, expected = f"{batch} x {queries} queries, {keys} keys", self._local(flops, moved, dtype)
-            yield Operation(text, columns, run, flops, "FLOP/s", expected)
+    def _attentions(self, dtype: str) -> Iterator[Operation]:
+        """Attention over (batch, queries, keys): whole sequences, or a query over all keys."""
+        heads = self.request.heads, self.request.kv_heads, self.request.head_dim
+        for batch, queries, keys in self.sizes or attention_sizes(1024 if self.on_cpu else 8192):
+            yield self._attention(dtype, AttentionShape.of(batch, queries, keys, *heads, causal=queries == keys))
+
+    def _attention(self, dtype: str, shape: AttentionShape) -> Operation:
+        """One attention."""
+        flops, moved = attention_work(shape, DType(dtype))
+        near = shape.window or shape.chunk
+        sees = f"causal, the nearest {near}" if near else "causal" if shape.causal else "each query over all keys"
+        prompt = "attention windowed" if near else "attention prefill" if shape.causal else "attention decode"
+        category, op = ("attention gradient", "gradient of ") if shape.gradient else (prompt, "")
+        columns = self._columns(category, f"{op}attention ({sees})", dtype)
+        columns |= {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        columns |= {"seq_q": shape.queries, "seq_kv": shape.keys, "causal": "yes" if shape.causal else "no"}
+        run = partial(self.devices.attention, shape, dtype)
+        seen = f"{near} of {shape.keys} keys" if near else f"{shape.keys} keys"
+        text, expected = f"{shape.batch} x {shape.queries} queries, {seen}", self._local(flops, moved, dtype)
+        return Operation(text, columns, run, flops, "FLOP/s", expected)
 
 
 def _timed(engine: Callable[[], EngineSteps], rows: int, seconds: float) -> Sample:

@@ -5,6 +5,8 @@ Not here: operations of a step (`compute`, `step`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import collective_time
@@ -15,22 +17,66 @@ from meshwise.hardware import Chip, Cluster
 from meshwise.sharding import CollectiveKind
 
 
-def product_work(m: int, k: int, n: int, dtype: DType) -> tuple[float, float]:
-    """FLOPs and bytes of (m, k) x (k, n).
+@dataclass(frozen=True)
+class AttentionShape:
+    """An attention as one device computes it.
+
+    Args:
+        batch, queries, keys, heads, kv_heads: how many of each.
+        head_dim, value_dim: width of queries and keys, and of values.
+        causal, window, chunk: as of `tensors.Attention`; fewer queries than keys stand in the middle, where they see as
+            many keys as those of all devices on average.
+        pairs: of a query and a key that it sees, of one sequence and head.
+        gradient: whether it is the backward pass.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+    pairs: float
+    window: int | None = None
+    chunk: int | None = None
+    gradient: bool = False
+
+    @classmethod
+    def of(  # noqa: PLR0917 -- the sizes of one operation
+        cls, batch: int, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int, *, causal: bool
+    ) -> AttentionShape:
+        """Causal attention, or that of each query to all keys."""
+        pairs = queries * (keys + 1) / 2 if causal else queries * keys
+        return cls(batch, queries, keys, heads, kv_heads, head_dim, head_dim, causal, pairs)
+
+    @property
+    def start(self) -> int:
+        """Position of the first query."""
+        return (self.keys - self.queries) // 2 if self.causal else 0
+
+
+def product_work(m: int, k: int, n: int, dtype: DType, groups: int = 1) -> tuple[float, float]:
+    """FLOPs and bytes of (m, k) x (k, n), of each of some groups.
 
     >>> product_work(2, 3, 4, DType.BF16)
     (48.0, 52.0)
     """
-    return 2.0 * m * k * n, dtype.bits / 8 * float(m * k + k * n + m * n)
+    return 2.0 * m * k * n * groups, dtype.bits / 8 * float(m * k + k * n + m * n) * groups
 
 
-def attention_work(  # noqa: PLR0917 -- the sizes of one operation
-    batch: int, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int, *, dtype: DType, causal: bool
-) -> tuple[float, float]:
-    """FLOPs and bytes of attention; of causal attention the pairs that are seen."""
-    pairs = queries * (queries + 1) / 2 if causal else queries * keys
-    moved = float(batch * head_dim * 2 * (queries * heads + keys * kv_heads))
-    return 4.0 * batch * heads * pairs * head_dim, dtype.bits / 8 * moved
+def attention_work(shape: AttentionShape, dtype: DType) -> tuple[float, float]:
+    """FLOPs and bytes of attention, of the pairs that are seen; backward scores are computed again, and all read twice.
+
+    >>> attention_work(AttentionShape.of(1, 2, 2, 1, 1, 8, causal=True), DType.BF16)
+    (96.0, 128.0)
+    """
+    passes = 2.5 if shape.gradient else 1
+    width = shape.head_dim + shape.value_dim
+    moved = float(shape.batch * width * (shape.queries * shape.heads + shape.keys * shape.kv_heads))
+    flops = 2.0 * shape.batch * shape.heads * shape.pairs * width * passes
+    return flops, dtype.bits / 8 * moved * (2 if shape.gradient else 1)
 
 
 def local_seconds(

@@ -5,11 +5,13 @@ Not here: running them (`runtime.bench`), or adding them up (`compute`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Block
+from meshwise.costs.alone import AttentionShape
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.estimate import layout_candidate
 from meshwise.costs.evaluate import local_prices
@@ -19,13 +21,30 @@ from meshwise.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
+class ProductShape:
+    """Products of (m, k) by (k, n), one for each group of rows.
+
+    Args:
+        m, k, n: see there.
+        groups: of rows, such as those of an expert, each with a matrix of its own.
+        summed: whether k counts the rows of a group (gradients of matrices), else m.
+    """
+
+    m: int
+    k: int
+    n: int
+    groups: int = 1
+    summed: bool = False
+
+
+@dataclass(frozen=True)
 class LocalShape:
     """One operation of a layer on one device, for one microbatch.
 
     Args:
         name: of the operation, as reports name it, with its pass.
         block: the layer it is first found in.
-        sizes: (m, k, n) of a product; (sequences, queries, keys, query heads, key/value heads, width) of an attention.
+        work: what it computes.
         dtype: of its operands.
         seconds: expected, by the plan's calibration.
         copies: how often a device computes such in a microbatch, all its layers together.
@@ -33,19 +52,14 @@ class LocalShape:
 
     name: str
     block: str
-    sizes: tuple[int, ...]
+    work: ProductShape | AttentionShape
     dtype: DType
     seconds: float
     copies: float
 
-    @property
-    def attends(self) -> bool:
-        """Whether it is an attention."""
-        return len(self.sizes) > 3
-
 
 def local_shapes(problem: TrainingProblem, layout: Layout) -> tuple[LocalShape, ...]:
-    """The distinct products with weights, and forward attentions, of a layout's layers; of one shape the first name.
+    """The distinct products with weights, and attentions, of a layout's layers; of one shape the first name.
 
     Args:
         problem: of the plan.
@@ -58,46 +72,47 @@ def local_shapes(problem: TrainingProblem, layout: Layout) -> tuple[LocalShape, 
         block: Block = lowered.placed.block
         if block.role != "layer":
             continue
+        copies = block.repeat * float(lowered.part(structure, candidates.remat_share).share) / layout.stage
         for name, numbers in lowered.passes.items():
             for item, number in zip(lowered.items[name], numbers, strict=True):
-                for sizes, dtype in _sizes(problem, prices, prices.ops[number]):
+                for work, dtype in _work(problem, prices, prices.ops[number], summed=name == "weights"):
                     title = item.op.name if name == "forward" else f"{item.op.name} ({name})"
-                    key, copies = (sizes, dtype), block.repeat / layout.stage
-                    one = LocalShape(title, block.name, sizes, dtype, float(prices.op(number).seconds), copies)
-                    known = found.get(key)
-                    found[key] = one if known is None else _again(known, copies)
+                    one = LocalShape(title, block.name, work, dtype, float(prices.op(number).seconds), copies)
+                    known = found.get((work, dtype))
+                    found[work, dtype] = one if known is None else replace(known, copies=known.copies + one.copies)
     return tuple(found.values())
 
 
-def _again(known: LocalShape, copies: float) -> LocalShape:
-    return LocalShape(known.name, known.block, known.sizes, known.dtype, known.seconds, known.copies + copies)
-
-
-def _sizes(problem: TrainingProblem, prices: OperationPrices, op: LoweredOp) -> Iterator[tuple[tuple[int, ...], DType]]:
-    """Shape and format of a product or a forward attention; nothing of other operations."""
+def _work(
+    problem: TrainingProblem, prices: OperationPrices, op: LoweredOp, *, summed: bool
+) -> Iterator[tuple[ProductShape | AttentionShape, DType]]:
+    """Shape and format of a product or an attention; nothing of other operations."""
     formats, extents = problem.job.formats, prices.extents
     if op.tiles is not None and op.matmul is not None:
         rows, depth, columns = (max(round(float(extents.volume(v))), 1) for v in op.tiles)
-        batches = float(extents.volume(op.matmul)) / (rows * depth * columns)
-        if round(batches) == 1:  # products of a batch, as of experts, are no single one
-            yield (rows, depth, columns), formats.compute if op.narrow else formats.other_compute
-    elif op.attention is not None and not op.attention[0].gradient:
+        groups = max(round(float(extents.volume(op.matmul)) / (rows * depth * columns)), 1)
+        if groups == 1 or op.routed:  # other products of a batch are no products with weights
+            dtype = formats.compute if op.narrow else formats.other_compute
+            yield ProductShape(rows, depth, columns, groups, summed and groups > 1), dtype
+    elif op.attention is not None:
         yield _attention(prices, *op.attention), formats.other_compute
 
 
-def _attention(prices: OperationPrices, op: Attention, splits: tuple[tuple[str, object], ...]) -> tuple[int, ...]:
+def _attention(prices: OperationPrices, op: Attention, splits: tuple[tuple[str, object], ...]) -> AttentionShape:
     extents, split = prices.extents, dict(splits)
 
     def local(axis: str) -> int:
         return max(round(float(extents.length(axis, split.get(axis, ())))), 1)  # type: ignore[arg-type]
 
-    q = op.inputs[0].axes
-    batch = [a for a in q if a not in (op.query_axis, op.heads_axis, q[-1])]
-    sequences = 1
-    for axis in batch:
-        sequences *= local(axis)
+    q, value = op.inputs[0].axes, op.inputs[2].axes
+    sequences = math.prod(local(a) for a in q if a not in (op.query_axis, op.heads_axis, q[-1]))
     heads = local(op.heads_axis)
     kv_heads = max(min(local(op.kv_heads_axis), heads), 1)
     if op.kv_heads_axis not in extents.sizes or heads % kv_heads:
         kv_heads = heads
-    return sequences, local(op.query_axis), round(float(extents.sizes[op.key_axis])), heads, kv_heads, local(q[-1])
+    queries, keys = local(op.query_axis), round(float(extents.sizes[op.key_axis]))
+    pairs = float(op.pairs({op.query_axis: keys, op.key_axis: keys})) * queries / keys
+    return AttentionShape(
+        sequences, queries, keys, heads, kv_heads, local(q[-1]), local(value[-1]),
+        op.causal, pairs, op.window, op.chunk, op.gradient,
+    )  # fmt: skip

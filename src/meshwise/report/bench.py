@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class BenchRow:
         measured: its row of the format.
         work: FLOPs or bytes of one call; unit: "FLOP/s" or "bytes/s" says which, "" that it has neither.
         expected: seconds at the calibration of its chip; None where the chip or its network is not known.
+        times: how often a device runs it in a step of the plan; 0 where it is of none.
     """
 
     text: str
@@ -29,6 +30,7 @@ class BenchRow:
     work: float
     unit: str
     expected: float | None
+    times: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -60,24 +62,26 @@ class BenchResult(Answer):
 
 def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
     """What was measured."""
-    best = max((row for row in result.rows if row.unit == result.rows[0].unit), key=lambda row: row.rate)
-    columns: Columns = {"!operation": "text", ">measured": ("measured.seconds", format_time), ">rate": _rate}
+    columns: Columns = {"operation": "text", ">measured": ("measured.seconds", format_time), ">rate": _rate}
     expected = any(row.expected is not None for row in result.rows)
     if expected:
-        columns = {**columns, ">expected": ("expected", format_time), ">measured / expected": _ratio}
+        columns = {**columns, ">expected": ("expected", format_time), ">over it": _ratio}
+    if result.rows[0].times:
+        columns = {**columns, ">a step": ("times", "{:,g}".format)}
     document = {"cluster_document": result.document} if result.document else {}
     saved = ("--save-cluster machine.toml: this machine for --cluster of other commands",) if document else ()
     unknown = () if expected else ("the expected times of these operations: chip or network is not known here",)
     return Report(
         command="bench",
         inputs=inputs,
-        answer=f"{result.num_devices} x {result.hardware}: up to {_rate(best)} ({best.text})",
+        answer=f"{result.num_devices} x {result.hardware}: {_answer(result.rows)}",
         data={
             **picked(result, "hardware num_devices software chip"),
             **document,
             "rows": [
                 {**asdict(row.measured), **picked(row, "rate seconds=measured.seconds rate_unit=unit")}
                 | {"expected_s": row.expected}
+                | ({"times_a_step": row.times} if row.times else {})
                 for row in result.rows
             ],
         },
@@ -89,6 +93,18 @@ def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
         not_modelled=(*unknown, "other load on the machine: repeat on a quiet one"),
         next_steps=("--save rows.csv: the rows in the format of measurements (docs/measurements.md)", *saved),
     )
+
+
+def _answer(rows: Sequence[BenchRow]) -> str:
+    """The highest rate; of a plan's operations what a device spends on all of them in a step."""
+    if not rows[0].times:
+        best = max((row for row in rows if row.unit == rows[0].unit), key=lambda row: row.rate)
+        return f"up to {_rate(best)} ({best.text})"
+    known = [row for row in rows if row.expected is not None]
+    step = format_time(sum(row.times * row.measured.seconds for row in rows))
+    own = sum(row.times * (row.expected or 0.0) for row in known)
+    beside = f", {format_time(own)} expected" if len(known) == len(rows) else ""
+    return f"products and attention of the plan's layers {step} a step{beside}"
 
 
 def _ratio(row: BenchRow) -> str:

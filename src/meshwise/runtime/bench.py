@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.alone import AttentionShape
+from meshwise.costs.local_shapes import ProductShape
 from meshwise.runtime.devices import find_devices, make_mesh, software_of
 from meshwise.sharding import CollectiveKind
 
@@ -97,16 +99,49 @@ class Bench:
         out = jnp.int32 if dtype == "int8" else None
         return self._time(lambda a, b: jnp.matmul(a, b, preferred_element_type=out), a, b)
 
-    def attention(  # noqa: PLR0917 -- the sizes of one operation
-        self, batch: int, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int, dtype: str
-    ) -> Sample:
-        """Attend on one device: causal where there are as many queries as keys, else a query over all keys."""
-        import jax  # noqa: PLC0415
+    def grouped(self, shape: ProductShape, dtype: str) -> Sample:
+        """Multiply the rows of each group by a matrix of its own on one device, as `run` does for experts."""
+        import jax.numpy as jnp  # noqa: PLC0415
 
-        q = self._drawn((batch, queries, heads, head_dim), dtype)
-        k, v = (self._drawn((batch, keys, kv_heads, head_dim), dtype) for _ in range(2))
-        causal = queries == keys
-        return self._time(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), q, k, v)
+        from meshwise.runtime.ragged import Groups  # noqa: PLC0415
+
+        rows = shape.k if shape.summed else shape.m
+        sizes = jnp.full((shape.groups,), rows, jnp.int32)
+        groups = Groups(sizes, rows * shape.groups, self.platform)
+        if shape.summed:
+            x, y = (self._drawn((shape.groups * rows, width), dtype) for width in (shape.m, shape.n))
+            return self._time(lambda x, y: groups.multiply_rows(x, y, x.dtype), x, y)
+        x = self._drawn((shape.groups * rows, shape.k), dtype)
+        matrices = self._drawn((shape.groups, shape.k, shape.n), dtype)
+        return self._time(groups.multiply, x, matrices)
+
+    def attention(self, shape: AttentionShape, dtype: str) -> Sample:
+        """Attend on one device, forward or backward, with the kernel that `run` uses there; one query in plain JAX."""
+        import jax  # noqa: PLC0415
+        import jax.numpy as jnp  # noqa: PLC0415
+
+        from meshwise.runtime.attention import Kernel, attend, shift_of  # noqa: PLC0415
+        from meshwise.runtime.kernels.masks import Masks, Pairs  # noqa: PLC0415
+
+        q = self._drawn((shape.batch, shape.queries, shape.heads, shape.head_dim), dtype)
+        k = self._drawn((shape.batch, shape.keys, shape.kv_heads, shape.head_dim), dtype)
+        v = self._drawn((shape.batch, shape.keys, shape.kv_heads, shape.value_dim), dtype)
+        if shape.queries == 1 and not shape.causal:
+            return self._time(jax.nn.dot_product_attention, q, k, v)
+        kernel, start = Kernel(self.platform), shape.start
+        masks = Masks(shape.causal, shape.window, shape.chunk, shape.head_dim**-0.5)
+        pairs = Pairs(masks, queries=(start,), offsets=((start,),))
+        if not shape.gradient:
+            return self._time(lambda q, k, v: attend(q, k, v, pairs, kernel)[0], q, k, v)
+        with self._in_words():
+            out, total = jax.jit(lambda q, k, v: attend(q, k, v, pairs, kernel))(q, k, v)
+        d_out = self._drawn(out.shape, dtype)
+        shift = shift_of(out, d_out, jnp.zeros_like(total))
+
+        def back(q: Any, k: Any, v: Any, *kept: Any) -> Any:
+            return jax.tree.leaves(kernel.backward(q, k, v, kept, pairs, dtype=q.dtype))
+
+        return self._time(back, q, k, v, total, d_out, shift)
 
     def paged_attention(  # noqa: PLR0917 -- the sizes of one operation
         self, rows: int, keys: int, heads: int, kv_heads: int, head_dim: int, dtype: str, *, prompt: bool
@@ -220,7 +255,7 @@ class Bench:
         mesh = make_mesh({"x": self.busy_devices}, self.devices)
         each = P("x")
         run = jax.shard_map(
-            lambda *local: function(*(x[0] for x in local))[None],
+            lambda *local: jax.tree.map(lambda x: x[None], function(*(x[0] for x in local))),
             mesh=mesh,
             in_specs=(each,) * len(operands),
             out_specs=each,

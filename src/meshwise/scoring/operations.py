@@ -12,7 +12,7 @@ from functools import partial
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.alone import attention_work, collective_seconds, local_seconds, product_work
+from meshwise.costs.alone import AttentionShape, attention_work, collective_seconds, local_seconds, product_work
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.machine import SECONDS, MeasuredOperation
@@ -129,7 +129,7 @@ def _local(row: MeasuredOperation, chip: Chip) -> Callable[[Calibration], float]
     if row.category == "attention prefill" and row.causal in ("yes", "no"):
         names = ("batch", "seq_q", "seq_kv", "heads", "kv_heads", "head_dim")
         sizes = [_given(getattr(row, name), name) for name in names]
-        work = attention_work(*sizes, dtype=dtype, causal=row.causal == "yes")
+        work = attention_work(AttentionShape.of(*sizes, causal=row.causal == "yes"), dtype)
         return partial(local_seconds, chip, dtype, *work, attends=True)
     raise MeshwiseError(
         f"{row.category}: no constant of a calibration of training; expected gemm, attention prefill (column causal "
