@@ -86,11 +86,11 @@ def evaluate_local(
         problem, structure: as in `evaluate`.
         prices: from `local_prices`, for this structure or for another one that splits experts alike.
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
-            operations are the same.
+            operations and activations are the same.
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
     passes = evaluate_passes(problem, structure, prices) if known is None else [b.passes for b in known]
-    memories = evaluate_local_memory(problem, structure, prices)
+    memories = evaluate_local_memory(problem, structure, prices) if known is None else [b.memory for b in known]
     return tuple(
         LocalBlock(own, {one.cost: one.bytes(extents) for one in b.collectives if one.local}, memory)
         for own, b, memory in zip(passes, blocks, memories, strict=True)

@@ -85,8 +85,9 @@ class MemoryPrices:
 
     def _local(self, batch: CandidateBatch, loss: str) -> tuple[LocalMemory, ...]:
         found, lengths = [], []
-        chosen, begins = np.unique(batch.choices, return_index=True)
-        for c, begin, end in zip(chosen, begins, [*begins[1:], len(batch)], strict=True):
+        # What is stored where makes no difference to activations.
+        begins = np.unique(self.network.variant_of[batch.choices], return_index=True)[1]
+        for c, begin, end in zip(batch.choices[begins], begins, [*begins[1:], len(batch)], strict=True):
             sizes = self.network.table.local[batch.at[begin:end]]
             found.append(self._doubled(int(c), self.network.memory(self.network.choices[c], loss, sizes)))
             lengths.append(int(end - begin))

@@ -191,7 +191,7 @@ class LocalTables:
 
     def held(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         """What these blocks hold, and no more."""
-        return self._blocks(choices).part(numbers, lambda blocks: tuple(block.memory for block in blocks))
+        return self._blocks(_own(choices)).part(numbers, lambda blocks: tuple(block.memory for block in blocks))
 
     def _blocks(self, choices: LayoutChoices) -> RowTable[tuple[LocalBlock, ...]]:
         _forget(self._tables)
@@ -202,14 +202,14 @@ class LocalTables:
     def memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         """What blocks hold, with one row for each number of sizes."""
         _forget(self._memory)
-        if choices not in self._memory:
-            self._memory[choices] = RowTable(partial(self._evaluate_memory, choices), lambda: len(self._numbers))
-        return self._memory[choices](numbers)
+        if (own := _own(choices)) not in self._memory:
+            self._memory[own] = RowTable(partial(self._evaluate_memory, own), lambda: len(self._numbers))
+        return self._memory[own](numbers)
 
     def head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
         """What the head holds, with one row for each number of sizes; all remat policies share it."""
         _forget(self._heads)
-        own = replace(choices, remat="none", partial_remat=False)
+        own = replace(_own(choices), remat="none", partial_remat=False)
         if own not in self._heads:
             self._heads[own] = RowTable(partial(self._evaluate_head, own), lambda: len(self._numbers))
         return self._heads[own](numbers)
@@ -243,9 +243,14 @@ class LocalTables:
 
     def evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """What is no table's, yet: blocks with one row for each number of sizes."""
-        own = replace(choices, zero=0, fully_sharded=True)
+        own = _own(choices)
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
         return evaluate_local(self.problem, choices, self._priced(choices, numbers), known)
+
+
+def _own(choices: LayoutChoices) -> LayoutChoices:
+    """What stands for all choices that differ only in what they store where: operations and activations are alike."""
+    return replace(choices, zero=0, fully_sharded=True)
 
 
 def _forget(tables: dict[LayoutChoices, RowTable[T]]) -> None:
