@@ -157,7 +157,12 @@ class NetworkSearch:
         self.waiting = batch
 
     def _leaders(self, batch: CandidateBatch) -> Index:
-        """Of a batch sorted by its bounds the first of each of the first kinds that are not in the ranking yet."""
+        """Of a batch sorted by its bounds the first of each of the first kinds that are not in the ranking yet.
+
+        None where the ranking is full: what is worth a price then is known by its bound.
+        """
+        if math.isfinite(self.state.ranking.cut):
+            return np.zeros(0, int)
         ranked = [number for kind, number in self.kinds.items() if kind in self.state.ranking.best]
         kinds, first = np.unique(self.kind_of[self._key(batch)], return_index=True)
         return np.sort(first[~np.isin(kinds, ranked)])[: 2 * self.state.ranking.top]
