@@ -17,6 +17,7 @@ from meshwise.core.tensors import (
     Block,
     Elementwise,
     Kind,
+    Lookup,
     Op,
     Route,
     Tensor,
@@ -67,13 +68,15 @@ class _Placer:
             self.circling |= _circling(op)
         splits = iteration_space(self.strategy, op)
         # Routing is linear: partial sums over mesh axes that split neither tokens nor slots are routed as they are, and
-        # added afterwards, when there is one value a token again; over others they are scattered on the way.
-        routed = self.held[op.inputs[0].name].sharding.unreduced if isinstance(op, Route) else frozenset[str]()
+        # added afterwards, when there is one value a token again; over others they are scattered on the way. So is the
+        # gradient of a table: gradients of learned positions, partial over sequences, are added up once a step.
+        moved = _moved(op)
+        routed = frozenset[str]() if moved is None else self.held[moved.name].sharding.unreduced
         passed = routed.difference(*splits.values())
         inputs = []
-        for number, t in enumerate(op.inputs):
-            wanted = Sharding.of(t.axes, splits, unreduced=() if number else passed)
-            self.bring(t, wanted, op.name, as_it_is=not number and bool(routed))
+        for t in op.inputs:
+            wanted = Sharding.of(t.axes, splits, unreduced=passed if t is moved else ())
+            self.bring(t, wanted, op.name, as_it_is=t is moved and bool(routed))
             inputs.append(Held(t, wanted))
         output = Held(op.output, self._output_sharding(op, splits, passed))
         self._append(op, tuple(inputs), output, splits)
@@ -95,7 +98,7 @@ class _Placer:
             return Sharding.of(op.output.axes, splits, unreduced=passed.union(summed))
         out_axes = {a for split in (splits.get(x, ()) for x in op.output.axes) for a in split}
         pending = {a for x in op.axes for a in splits.get(x, ())} - out_axes
-        return Sharding.of(op.output.axes, splits, unreduced=pending)
+        return Sharding.of(op.output.axes, splits, unreduced=passed.union(pending))
 
     def _passes_partial_sums(self, op: Op) -> bool:
         """Whether `op` is linear and its moving inputs are partial sums in the same way, so that it may run on them."""
@@ -174,6 +177,13 @@ class _Placer:
         for transfer in _transfers(held, target, purpose, reader):
             circles = held.tensor.name in self.circling and transfer.collective.kind in _CIRCLED
             self.items.append(replace(transfer, purpose=Purpose.RING) if circles else transfer)
+
+
+def _moved(op: Op) -> Tensor | None:
+    """What an operation moves as it is, so that partial sums of it may be moved; None where it computes."""
+    if isinstance(op, Route):
+        return op.inputs[0]
+    return op.inputs[1] if isinstance(op, Lookup) and op.scatter else None
 
 
 #: What a ring of attention replaces: keys and values gathered before, their gradients scattered after.
