@@ -14,7 +14,7 @@ from meshwise.scoring import Errors
 
 __all__ = ["check", "errors_table", "tell", "write"]
 
-#: Points of a hundred by which the mean error may grow before `--check` fails.
+#: Points of a hundred by which a mean error may grow, or a share fall, before `--check` fails.
 _TOLERANCE = 0.01
 
 
@@ -32,23 +32,26 @@ def write(page: Path, tables: Mapping[str, str]) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def check(page: Path, errors: Mapping[str, tuple[str, float]]) -> int:
-    """Compare mean errors with what a page says.
+def check(
+    page: Path, errors: Mapping[str, tuple[str, float]], shares: Mapping[str, tuple[str, float]] | None = None
+) -> int:
+    """Compare mean errors, and shares that are right, with what a page says.
 
     Args:
-        page: holds the errors.
-        errors: pattern of the page, whose group is an error in per cent -> what it is, and what it is now.
+        page: holds them.
+        errors, shares: pattern of the page, whose group is in per cent -> what it is, and what it is now.
 
-    Returns: exit code, 1 where one grew by more than a point.
+    Returns: exit code, 1 where an error grew or a share fell by more than a point.
     """
-    text, grown = page.read_text(encoding="utf-8"), False
-    for pattern, (name, error) in errors.items():
-        found = re.search(pattern, text)
-        assert found is not None, f"{page} has nothing like {pattern}"
-        said = float(found[1]) / 100
-        print(f"{name}: {error:.1%}, the page says {said:.1%}")
-        grown |= error > said + _TOLERANCE
-    return int(grown)
+    text, worse = page.read_text(encoding="utf-8"), False
+    for sign, values in ((1, errors), (-1, shares or {})):
+        for pattern, (name, value) in values.items():
+            found = re.search(pattern, text)
+            assert found is not None, f"{page} has nothing like {pattern}"
+            said = float(found[1]) / 100
+            print(f"{name}: {value:.1%}, the page says {said:.1%}")
+            worse |= sign * (value - said) > _TOLERANCE
+    return int(worse)
 
 
 def errors_table(title: str, groups: Mapping[str, Errors]) -> str:

@@ -8,8 +8,10 @@ import pytest
 import meshwise
 from meshwise.cli.main import main
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.spread import SPREADS, WIDTH, shared_spread
 from meshwise.scoring import TrainingRun, predict_training, shipped_rows
 from meshwise.scoring.anchoring import anchor, anchor_each, shared_factor
+from meshwise.scoring.score import ranking_of
 
 RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 GROUP = [RUNS[f"T-bloomprequel-{n}"] for n in ("0100", "0104", "0232")]
@@ -32,26 +34,51 @@ def off_by(*ratios, run="T-sc21-0001"):
     return [replace(found, measured=found.expected * ratio) for ratio in ratios]
 
 
-def share(ratio, rows=1, **of):
-    """What of a ratio other layouts follow, in logarithms."""
-    return math.log(shared_factor(off_by(*[ratio] * rows, **of))) / math.log(ratio)
+def followed(*ratios, **of):
+    """What other layouts are taken to be off by, in logarithms."""
+    return math.log(shared_factor(off_by(*ratios, **of)))
 
 
-def test_a_ratio_counts_as_far_as_layouts_share_it():
-    assert share(1.05) == pytest.approx(share(1.5)) == pytest.approx(share(0.7)), "of what it is, not how large"
+def test_a_row_is_followed_up_to_what_layouts_share():
     terms = off_by(1)[0].estimate.terms
     compute = 0.06 * sum(terms[name] for name in ("forward", "backward", "recompute")) / sum(terms.values())
-    shared = (0.04**2 + compute**2) / 4  # such software has few errors that layouts share
-    assert share(1.05) == pytest.approx(1 / (1 + 0.09**2 / shared))
-    assert share(1.04) < share(1.04, rows=2) < share(1.04, rows=20) < 1
-    assert share(1.04, rows=200) > 0.9
-    assert shared_factor(off_by(0.8, 1.25)) == pytest.approx(1)
+    shared = WIDTH * math.hypot(0.04, compute) / 2  # such software has few errors that layouts share
+    assert followed(1.01) == pytest.approx(math.log(1.01)), "whole"
+    assert followed(1.5) == pytest.approx(shared) == pytest.approx(-followed(0.7)), "no further"
+    assert followed(1.5, 1.4) == pytest.approx(2 * shared), "as far again with each row that agrees"
+    assert followed(*[1.5] * 200) == pytest.approx(math.log(1.5))
+    assert followed(0.8, 1.25) == pytest.approx(0)
+    assert followed(1.01, 1.01, 1.9) == pytest.approx(math.log(1.01)), "one that is far off hardly counts"
 
 
-def test_what_is_less_known_follows_a_measurement_further():
+def test_what_is_followed_is_the_likeliest():
+    """Of a normal distribution for what layouts share, and Laplace's for what each is off by alone."""
+    ratios, spread = (1.02, 1.3, 0.9, 1.04), SPREADS["anchored"].sigma * WIDTH
+    rows = off_by(*ratios, run="T-mbridge-0201")  # of a mixture, whose layouts share more than each has of its own
+    shared = shared_spread(rows[0].estimate.terms, rows[0].scenario.causes)
+    assert shared > spread
+
+    def unlikely(x):
+        return x**2 / (2 * shared**2) + sum(abs(math.log(r) - x) for r in ratios) / spread
+
+    best = min((n / 1e4 for n in range(-3000, 3000)), key=unlikely)
+    assert math.log(shared_factor(rows)) == pytest.approx(best, abs=1e-4)
+
+
+def test_what_is_less_known_is_followed_further():
     """Software without more releases, software that has some, a mixture: the wider an interval, the more is learnt."""
-    known, releases, mixture = (share(1.1, run=run) for run in ("T-sc21-0001", "T-nemo2407-0001", "T-mbridge-0201"))
-    assert known < releases < mixture < 1
+    runs = ("T-sc21-0001", "T-nemo2407-0001", "T-mbridge-0201")
+    known, releases, mixture = (followed(1.5, run=run) for run in runs)
+    assert 0 < known < releases < mixture < math.log(1.5)
+
+
+def test_one_factor_ranks_as_none_does():
+    """Rows of one machine; the second and third are ranked wrong, whichever of the others was measured."""
+    four = [replace(p, measured=t, scenario=replace(p.scenario, run=replace(p.scenario.run, micro_batch=n + 1)))
+            for n, (p, t) in enumerate(zip(off_by(1, 1, 1, 1), (1.0, 1.2, 1.1, 1.3), strict=True))]  # fmt: skip
+    four = [replace(p, expected=t) for p, t in zip(four, (1.0, 1.1, 1.2, 1.3), strict=True)]
+    assert anchor_each(four).pairwise == pytest.approx(ranking_of(four).pairwise) == pytest.approx(5 / 6)
+    assert anchor_each(off_by(1.0, 1.0, 1.0, 1.0)).pairwise is None
 
 
 def test_errors_that_layouts_share_cancel():
@@ -60,7 +87,7 @@ def test_errors_that_layouts_share_cancel():
     found = anchor_each(four)
     assert found.groups == 1
     assert found.plain == pytest.approx(1 / 3, rel=0.02)
-    assert found.mape == pytest.approx(1 - 1.5 ** (share(1.5) - 1), rel=0.05)
+    assert found.mape == pytest.approx(1 - math.exp(followed(1.5)) / 1.5, rel=0.05)
     assert (found.coverage, anchor_each(off_by(1.05, 1.04, 1.06, 1.05)).coverage) == (0, 1)
     assert shared_factor(off_by(*[1.5] * 200)) == pytest.approx(1.5, rel=0.05)
     assert anchor_each(four[:3]) is None

@@ -234,6 +234,21 @@ def test_the_vocabulary_is_split_and_the_loss_summed() -> None:
     assert moves(placed("head", plain).backward) == ["all-reduce d_x.final over tensor"]
 
 
+def test_gradients_of_learned_positions_are_summed_once_a_step() -> None:
+    """They are partial over sequences as gradients of other weights are, though no axis of theirs says so."""
+    replicas = placed("embed gpt-2", data())
+    assert moves(replicas.backward) == []
+    assert moves(replicas.step) == ["all-reduce d_w_embed over data", "all-reduce d_w_positions over data"]
+    assert moves(placed("embed gpt-2", data(zero=2)).backward) == [
+        "reduce-scatter d_w_positions over data",
+        "reduce-scatter d_w_embed over data",
+    ]
+    assert moves(placed("embed gpt-2", fsdp()).backward) == [
+        "reduce-scatter d_w_positions over fsdp",
+        "reduce-scatter d_w_embed over fsdp",
+    ]
+
+
 def test_latent_attention_is_split_by_its_heads() -> None:
     """DeepSeek-V2, section 2.1: latents are small and shared; what is expanded from them is split."""
     p = placed("deepseek", tensor(sequence=False))

@@ -1,8 +1,8 @@
 """Predictions that start from measured steps of the same model on the same chips: errors that all layouts share cancel.
 
 What was measured over what is predicted of it is one factor on all that is expected. It follows the measurement as far
-as its error is likely to be shared: what one layout is off by for reasons of its own is no other's. The layout that was
-measured takes what was measured. Not here: constants that many rows of a machine decide (`fitting`).
+as its error is likely to be shared: what one layout is off by for reasons of its own is no other's. One factor ranks
+other layouts as no factor does. The layout that was measured takes what was measured. Not here: constants that many rows of a machine decide (`fitting`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwise.costs.spread import EIGHTY_PERCENT, OWN_SPREAD, relative_spread, s
 from meshwise.scoring.prediction import Refusal
 from meshwise.scoring.reading import read_rows, read_text
 from meshwise.scoring.rows import TrainingRun, UnreadRow
-from meshwise.scoring.score import machine_of
+from meshwise.scoring.score import Ranking, machine_of, ranking_of
 from meshwise.scoring.training import TrainingPrediction, build_scenario, predict_training
 
 #: Prices of a row until its own prediction is the factor's.
@@ -45,17 +45,21 @@ class Anchor:
 
 
 def shared_factor(rows: Sequence[TrainingPrediction]) -> float:
-    """What measured over predicted says of layouts that were not measured: the mean of a normal distribution.
+    """What measured over predicted says of layouts that were not measured: the likeliest of what they share.
 
-    Before anything is measured, the layouts of a machine are off together by as much as their intervals say
-    (`shared_spread`: more where the chip, the format or the software is new), and each alone by what `anchored` says.
+    Before anything is measured, the layouts of a machine are off together by as much as their intervals say (a normal
+    distribution, `shared_spread`: wider where the chip, the format or the software is new). Each alone is off by a
+    Laplace distribution, as few are far off and these by much: its scale is `OWN_SPREAD`, or what layouts share if that
+    is less. So one row is followed whole up to a limit and no further, and n rows that agree up to n times as far.
 
     Args:
         rows: measured, of one machine and model.
     """
     ratios = [math.log(p.measured / p.expected) for p in rows]
-    shared = statistics.fmean(shared_spread(p.estimate.terms, p.scenario.causes) ** 2 for p in rows)
-    return math.exp(statistics.fmean(ratios) * shared / (shared + OWN_SPREAD**2 / len(rows)))
+    shared = math.hypot(*(shared_spread(p.estimate.terms, p.scenario.causes) for p in rows)) / math.sqrt(len(rows))
+    limit = shared**2 / min(shared, OWN_SPREAD)
+    # Where x^2 / (2 limit) + sum |x - ratio| is least.
+    return math.exp(statistics.median([*ratios, *(limit * k for k in range(-len(rows), len(rows) + 1, 2))]))
 
 
 def anchor(problem: TrainingProblem, runs: Sequence[TrainingRun | UnreadRow], where: str) -> Anchor:
@@ -126,12 +130,14 @@ class Anchored:
         mape: mean absolute error of the others, each group alike.
         plain: the same without an anchor.
         coverage: share of them in the 80 % interval that they have with an anchor, each group alike.
+        pairwise: share of the pairs of these others that is ranked right (`score.ranking_of`); None without pairs.
     """
 
     groups: int
     mape: float
     plain: float
     coverage: float
+    pairwise: float | None
 
 
 #: Rows of one machine and model from which each is an anchor in turn.
@@ -146,13 +152,23 @@ def anchor_each(rows: Sequence[TrainingPrediction]) -> Anchored | None:
     large = [group for group in groups.values() if len(group) >= _GROUP]
     if not large:
         return None
-    errors, held = [], []
+    errors, held, rankings = [], [], list[Ranking]()
     for group in large:
-        pairs = [(shared_factor([a]) * p.expected / p.measured, p) for a in group for p in group if p is not a]
-        errors.append(statistics.fmean(abs(ratio - 1) for ratio, _ in pairs))
-        held.append(statistics.fmean(abs(math.log(ratio)) <= EIGHTY_PERCENT * _left(p) for ratio, p in pairs))
+        by_anchor = [_others(a, group) for a in group]
+        others = [p for own in by_anchor for p in own]
+        errors.append(statistics.fmean(abs(p.error) for p in others))
+        held.append(statistics.fmean(abs(math.log1p(p.error)) <= EIGHTY_PERCENT * _left(p) for p in others))
+        rankings += map(ranking_of, by_anchor)
     plain = [statistics.fmean(abs(p.error) for p in group) for group in large]
-    return Anchored(len(large), *map(statistics.fmean, (errors, plain, held)))
+    pairs = sum(r.pairs for r in rankings)
+    right = sum(r.pairs * r.pairwise for r in rankings if r.pairwise is not None)
+    return Anchored(len(large), *map(statistics.fmean, (errors, plain, held)), right / pairs if pairs else None)
+
+
+def _others(measured: TrainingPrediction, group: Sequence[TrainingPrediction]) -> list[TrainingPrediction]:
+    """The other rows of a group, as one that was measured has them."""
+    factor = shared_factor([measured])
+    return [replace(p, expected=factor * p.expected) for p in group if p is not measured]
 
 
 def _left(p: TrainingPrediction) -> float:
