@@ -133,7 +133,7 @@ def _forecasts(held_out: HeldOut, forecasts: Forecasts, withheld: tuple[Training
         "anchored": (
             f"Forecasts of {anchored.groups} groups of at least four layouts of one machine and model are "
             f"{100 * anchored.plain:.1f} % off, {100 * anchored.mape:.1f} % beside an anchor,\n"
-            f"each other layout of the group in turn: {100 * anchored.coverage:.0f} % of these lie in the interval, and "
+            f"each other layout of the group in turn: {anchored.coverage:.0%} of these lie in the interval, and "
             f"of the pairs of these others\n{100 * anchored.pairwise:.1f} % are ranked right.\n"
         ),
         "forecast source": errors_table("source left out", sources),

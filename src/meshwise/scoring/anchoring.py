@@ -2,7 +2,8 @@
 
 What was measured over what is predicted of it is one factor on all that is expected. It follows the measurement as far
 as its error is likely to be shared: what one layout is off by for reasons of its own is no other's. One factor ranks
-other layouts as no factor does. The layout that was measured takes what was measured. Not here: constants that many rows of a machine decide (`fitting`).
+other layouts as no factor does. The layout that was measured takes what was measured. Not here: constants that many
+rows of a machine decide (`fitting`).
 """
 
 from __future__ import annotations
@@ -159,10 +160,15 @@ def anchor_each(rows: Sequence[TrainingPrediction]) -> Anchored | None:
         errors.append(statistics.fmean(abs(p.error) for p in others))
         held.append(statistics.fmean(abs(math.log1p(p.error)) <= EIGHTY_PERCENT * _left(p) for p in others))
         rankings += map(ranking_of, by_anchor)
-    plain = [statistics.fmean(abs(p.error) for p in group) for group in large]
     pairs = sum(r.pairs for r in rankings)
     right = sum(r.pairs * r.pairwise for r in rankings if r.pairwise is not None)
-    return Anchored(len(large), *map(statistics.fmean, (errors, plain, held)), right / pairs if pairs else None)
+    return Anchored(
+        groups=len(large),
+        mape=statistics.fmean(errors),
+        plain=statistics.fmean(statistics.fmean(abs(p.error) for p in group) for group in large),
+        coverage=statistics.fmean(held),
+        pairwise=right / pairs if pairs else None,
+    )
 
 
 def _others(measured: TrainingPrediction, group: Sequence[TrainingPrediction]) -> list[TrainingPrediction]:
