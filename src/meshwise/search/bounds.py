@@ -207,7 +207,13 @@ class Bounds:
             possible = below(least, keys)
             if most is not None and most < len(least):
                 possible &= least <= np.partition(least, most)[most]
-            chosen.append((v, keys[possible]))
+            kept = keys[possible]
+            # What is computed again counts, too: where sizes are not many, before any sends are bounded.
+            if most is None and self.num_sizes <= _SIZES:
+                new = np.flatnonzero(~self._known.which(v * self.num_sizes + self.size[kept]))
+                least = self._busy_under(np.full(len(new), v), self.size[kept[new]]) * self.per_token[kept[new]]
+                kept = np.delete(kept, new[~below(least, kept[new])])
+            chosen.append((v, kept))
             rows += int(np.count_nonzero(np.bincount(self.size[chosen[-1][1]])))
             if rows > _ROWS or v == len(self.keys) - 1:
                 found += self._groups_among(chosen, schedules, below)
@@ -221,10 +227,6 @@ class Bounds:
         variant = np.concatenate([np.full(len(keys), v) for v, keys in chosen])
         key = np.concatenate([k for _, k in chosen])
         before = self._known.numbers()
-        # What is computed again counts, too: where sizes are few, before any sends are bounded.
-        if self.num_sizes <= FEW:
-            kept = np.flatnonzero(below(self._busy_under(variant, self.size[key]) * self.per_token[key], key))
-            variant, key = variant[kept], key[kept]
         for begin in range(0, self.num_sizes, _SIZES):
             some = np.flatnonzero((self.size[key] >= begin) & (self.size[key] < begin + _SIZES))
             self.rows_of(variant[some], self.size[key[some]])

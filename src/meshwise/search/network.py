@@ -308,9 +308,14 @@ class RowTable(Generic[T]):
         self._length, self._row = len(numbers), np.full(len(self._row), -1, np.int32)
         self._row[numbers] = np.arange(len(numbers))
 
+    def which(self, numbers: Index) -> Mask:
+        """Which of these were worked out."""
+        row = self._row[np.minimum(numbers, len(self._row) - 1)] if len(self._row) else np.full(len(numbers), -1)
+        return np.asarray((numbers < len(self._row)) & (row >= 0), bool)
+
     def knows(self, numbers: Index) -> bool:
         """Whether all of these were worked out."""
-        return bool(numbers.max(initial=-1) < len(self._row) and (self._row[numbers] >= 0).all())
+        return bool(self.which(numbers).all())
 
     def rows(self, numbers: Index) -> Index:
         """Rows of `values` of numbers."""
