@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -92,17 +92,27 @@ class SearchedNetwork:
         new[choices, schedule] = True
         savings = range(len(self.savings)) if saving is None else (saving,)
         for c, s in np.argwhere(new & (numbers < 0)).tolist():
-            several = (self.layout_choices(c, s, o) | _storage(self.choices[c]) for o in savings)
-            numbers[c, s] = self.masks.number(several)
+            numbers[c, s] = self.masks.number(
+                [self._parts[0][c] | self._parts[1][s] | self._parts[2][o] for o in savings]
+            )
         return self.masks.takes(numbers[choices, schedule].astype(int), at)
 
     def layout_choices(self, c: int, s: int, o: int) -> dict[str, Any]:
         """One combination of choices, as `Layout` names them."""
-        stored, variant, saving = self.choices[c], self.variants[self.variant_of[c]], self.savings[o]
-        layers = self.asked.offload_layers if "activations" in saving.offload else None
-        away = {"loss": saving.loss, "offload": saving.offload, "offload_layers": layers}
-        storage = {"zero": stored.zero, "fully_sharded": stored.fully_sharded}
-        return {**variant.layout_choices, **self.schedules[s].layout_choices, **storage, **away}
+        named = self._parts[0][c] | self._parts[1][s] | self._parts[2][o]
+        del named["strategy"]
+        return named
+
+    @cached_property
+    def _parts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        """What the layout choices, the schedules and the savings are, as `Layout` names it, and their rule tables."""
+        variants = (self.variants[v].layout_choices for v in self.variant_of)
+        stored = [own | _storage(c) for own, c in zip(variants, self.choices, strict=True)]
+        layers, away = self.asked.offload_layers, []
+        for s in self.savings:
+            share = layers if "activations" in s.offload else None
+            away.append({"loss": s.loss, "offload": s.offload, "offload_layers": share})
+        return stored, [s.layout_choices for s in self.schedules], away
 
     def memory(self, choices: LayoutChoices, loss: str, sizes: Index) -> tuple[LocalMemory, ...]:
         """What blocks hold, for some of the table's sizes."""

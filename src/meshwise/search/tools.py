@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import Condition
 from meshwise.search.candidates import Array, CandidateTable, ComputeVariant, Index, Mask, PipelineVariant
@@ -164,6 +165,7 @@ class ToolMasks:
         self._flags = _Flags(len(table.meshes)), _Flags(len(table))
         self._flags[0].add(np.ones(len(table.meshes), bool))  # what refuses all
         self._ways: dict[frozenset[_Bits], int] = {}  # sets of conditions of which none may hold -> their number
+        self._sets: list[tuple[_Words, _Words]] = []  # the same, for `takes`: each of the ways of every number
 
     def number(self, several: Iterable[Mapping[str, object]]) -> int:
         """Number of the conditions under which a tool takes one of several combinations of choices."""
@@ -174,25 +176,35 @@ class ToolMasks:
     def takes(self, numbers: Index, at: Index) -> Mask:
         """Which rows of the table some tool takes, each under the conditions of a number."""
         out = np.zeros(len(at), bool)
-        most = max(map(len, self._ways), default=0)
-        every = [[*ways, *[(1, 0)] * (most - len(ways))] for ways in self._ways]
         entries = self.table.mesh_id[at], at
-        for way in range(most):
+        for words in self._words():
             free = np.ones(len(at), bool)
-            for kind, flags in enumerate(self._flags):
-                free &= flags.none_of([each[way][kind] for each in every], numbers, entries[kind])
+            for flags, sets, own in zip(self._flags, words, entries, strict=True):
+                free &= flags.none_of(sets, numbers, own)
             out |= free
         return out
+
+    def _words(self) -> list[tuple[_Words, _Words]]:
+        """For each of the ways in which a tool may take a layout, its conditions on meshes and on rows, by number."""
+        if not self._sets or len(self._sets[0][0]) < len(self._ways):
+            most = max(map(len, self._ways), default=0)
+            every = [[*ways, *[(1, 0)] * (most - len(ways))] for ways in self._ways]
+            meshes, rows = self._flags
+            self._sets = [
+                (meshes.words_of([each[way][0] for each in every]), rows.words_of([each[way][1] for each in every]))
+                for way in range(most)
+            ]
+        return self._sets
 
     def _refusals(self, tool: Tool, choices: Mapping[str, object]) -> _Bits | None:
         """The conditions of a tool; None where one refuses all."""
         names = self._names.get(tool.name, ())
-        key = tool.name, names, tuple(choices[name] for name in names)
+        key = tool.name, names, tuple([choices[name] for name in names])
         if key not in self._tools:
             each = [self._refused(refused, choices) for refused in tool.refusals]
             # What was worked out with fewer choices read stands under keys that no longer come up.
             names = self._names[tool.name] = tuple(sorted({n for r in tool.refusals for n in self._read[r]}))
-            key = tool.name, names, tuple(choices[name] for name in names)
+            key = tool.name, names, tuple([choices[name] for name in names])
             some = [bits for bits in each if not isinstance(bits, bool)]
             together = sum(mesh for mesh, _ in some), sum(row for _, row in some)
             self._tools[key] = None if any(r is True for r in each) else together
@@ -227,6 +239,9 @@ class ToolMasks:
 #: A set of conditions, of meshes and of rows: a bit for each.
 _Bits = tuple[int, int]
 
+#: [sets, words]: such sets, of meshes or of rows.
+_Words = NDArray[np.uint64]
+
 
 class _Flags:
     """Conditions of some entries: which of them hold, a bit each."""
@@ -243,10 +258,14 @@ class _Flags:
         self.number += 1
         return 1 << (self.number - 1)
 
-    def none_of(self, sets: Sequence[int], numbers: Index, at: Index) -> Mask:
-        """Of which entries no condition of a set holds; `numbers` says of which."""
-        if not any(sets):
-            return np.ones(len(at), bool)
+    def words_of(self, sets: Sequence[int]) -> _Words:
+        """Sets of conditions as words."""
         width = self.words.shape[1]
-        words = np.frombuffer(b"".join(s.to_bytes(8 * width, "little") for s in sets), "<u8").reshape(-1, width)
-        return np.asarray(~(self.words[at] & words[numbers]).any(axis=1))
+        return np.frombuffer(b"".join([s.to_bytes(8 * width, "little") for s in sets]), "<u8").reshape(-1, width)
+
+    def none_of(self, sets: _Words, numbers: Index, at: Index) -> Mask:
+        """Of which entries no condition of a set holds; `numbers` says of which."""
+        if not sets.any():
+            return np.ones(len(at), bool)
+        words = self.words[at, : sets.shape[1]]  # none of the sets has a condition that was added since
+        return np.asarray(~(words & sets[numbers]).any(axis=1))
