@@ -70,7 +70,9 @@ def hold_bounds(case, generator):
     for i in range(len(placed)):
         best = min(priced.seconds.min() for priced in pricing.placed(fitting.take(slice(i, i + 1))))
         assert placed.bound[i] <= best
-    ideal = ideal_chip_seconds_per_token(pricing.problem, Choices(**case[1])) / math.prod(pricing.network.fabric.sizes)
+    ideal = ideal_chip_seconds_per_token(pricing.network.local, Choices(**case[1])) / math.prod(
+        pricing.network.fabric.sizes
+    )
     assert (ideal <= bounded.bound * BELOW).all()
     for priced in pricing.placed(bounded):
         assert (priced.batch.bound <= priced.seconds * BELOW).all()

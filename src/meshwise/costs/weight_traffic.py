@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.evaluate import rates_of
+from meshwise.costs.evaluate import calibration_of, rates_of
 from meshwise.costs.extents import Extents
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import STATE_CLASSES, state_bytes
@@ -38,26 +38,38 @@ def weight_choices(choices: LayoutChoices) -> LayoutChoices:
     return replace(choices, remat="none", partial_remat=False, context_method="gather")
 
 
-def evaluate_weight_traffic(
+def weight_prices(
     problem: TrainingProblem, choices: LayoutChoices, mesh: Mapping[str, Num], links: Wires
+) -> CollectivePrices:
+    """Prices of the collectives of weights on many meshes, each worked out when it is first asked for.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        choices: of these, only whether experts are split over tensors matters: all others may share the prices.
+        mesh: mesh axis -> devices along it, [meshes].
+        links: mesh axes -> link of the group along them, of the same meshes.
+    """
+    return CollectivePrices(rates_of(problem, choices, links, bounded=False), _extents(problem, mesh))
+
+
+def evaluate_weight_traffic(
+    problem: TrainingProblem, choices: LayoutChoices, prices: CollectivePrices
 ) -> dict[str, WeightTraffic]:
     """Price the weight traffic of many meshes, by role.
 
     Args:
         problem: model, job, cluster, calibration.
         choices: whose layers all follow its remat policy.
-        mesh: mesh axis -> devices along it, [meshes].
-        links: mesh axes -> link of the group along them, of the same meshes.
+        prices: of `weight_prices`.
     """
-    extents = _extents(problem, mesh)
-    prices = CollectivePrices(rates_of(problem, choices, links, bounded=False), extents)
+    assert prices.extents is not None
+    calibration, meshes = calibration_of(problem, choices), np.size(prices.extents.mesh["data"])
     found: dict[str, WeightTraffic] = {}
     for block in problem.lowered.training(choices):
-        seconds = found.setdefault(block.role, np.zeros((5, np.size(mesh["data"]))))
+        seconds = found.setdefault(block.role, np.zeros((5, meshes)))
         for one in block.collectives:
             if one.when is Pass.STEP or one.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
-                row = _row(one, prices.rates.calibration)
-                seconds[row] += block.placed.block.repeat * prices.priced(one, {})[0].seconds
+                seconds[_row(one, calibration)] += block.placed.block.repeat * prices.priced(one, {})[0].seconds
     return found
 
 

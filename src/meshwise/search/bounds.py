@@ -38,7 +38,7 @@ from meshwise.search.candidates import (
     distinct,
 )
 from meshwise.search.floors import HeldActivations, held_activations, leaner, memory_floor
-from meshwise.search.network import FEW, Recent, RowTable, SearchedNetwork, WeightColumns
+from meshwise.search.network import FEW, LocalTables, Recent, RowTable, SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
 
 #: Candidates evaluated at a time: arrays stay in the cache.
@@ -79,12 +79,18 @@ class Groups(Columns):
         return whole.take(np.argsort(getattr(whole, column), kind="stable"))
 
 
-def ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> float:
-    """Chip-seconds of one token that no layout on any number of chips undercuts.
+def ideal_chip_seconds_per_token(local: LocalTables, asked: Choices) -> float:
+    """Chip-seconds of one token that no layout on any number of chips undercuts, worked out once for a problem.
 
     A chip computes the whole batch in one go, as large as it may be rounded: nothing is sent, waited for, computed
     twice, padded or started more often than it must be, and operations are as large as they can be.
     """
+    if asked not in local.ideal:
+        local.ideal[asked] = _ideal_chip_seconds_per_token(local.problem, asked)
+    return local.ideal[asked]
+
+
+def _ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> float:
     sequences = float(problem.job.sequences) * (1 + problem.job.batch_slack)
     whole = LocalSizes(sequences)
     least = math.inf
@@ -120,7 +126,7 @@ class Bounds:
         # Of all chips, those that share one microbatch's work on a stage, over the microbatch's tokens.
         chips = math.prod(network.fabric.sizes)
         self.per_token = array(shards / (candidates.micro_batch * chips * self.problem.job.seq_len))  # by key
-        self._weight_state = WeightColumns(network.choices, self._evaluate_state)
+        self._weight_state = WeightColumns(network, self._evaluate_state, lambda: len(table.meshes))
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
         self._sums = Recent[Mapping[str, RoleSums]](4)
         self._prices = Recent[CollectivePrices](2)

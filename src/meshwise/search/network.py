@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -104,6 +104,13 @@ class SearchedNetwork:
         return named
 
     @cached_property
+    def weights(self) -> tuple[tuple[LayoutChoices, ...], Index]:
+        """Choices whose weights differ, and which of them stands for each of the choices."""
+        numbers: dict[LayoutChoices, int] = {}
+        number = [numbers.setdefault(weight_choices(c), len(numbers)) for c in self.choices]
+        return tuple(numbers), np.array(number)
+
+    @cached_property
     def _parts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
         """What the layout choices, the schedules and the savings are, as `Layout` names it, and their rule tables."""
         variants = (self.variants[v].layout_choices for v in self.variant_of)
@@ -139,9 +146,13 @@ class SearchedNetwork:
         return self.local.busy(choices, self.sizes[sizes])
 
 
+#: Choices that tell apart those of one compute variant, and the rule tables.
+_STORAGE = ("zero", "fully_sharded", "strategy")
+
+
 def _storage(stored: LayoutChoices) -> dict[str, object]:
     """The choices that tell apart those of one compute variant, as `Layout` names them, and their rule tables."""
-    return {"zero": stored.zero, "fully_sharded": stored.fully_sharded, "strategy": stored.strategy}
+    return {name: getattr(stored, name) for name in _STORAGE}
 
 
 class LocalTables:
@@ -161,6 +172,7 @@ class LocalTables:
         self._busy: dict[LayoutChoices, RowTable[Array]] = {}
         self._prices = Recent[OperationPrices](2)
         self._possible: dict[object, _Possible] = {}
+        self.ideal: dict[Choices, float] = {}  # chip-seconds of a token that none of these undercuts
         self._values: dict[object, dict[str, dict[object, None]]] = {}  # name of a choice -> what it may be
 
     def possible(self, tools: tuple[Tool, ...], asked: Choices) -> _Possible:
@@ -179,10 +191,11 @@ class LocalTables:
         if (key := (space.tools, space.choices)) not in self._values:
             variants, schedules, _ = self.possible(*key)
             values = self._values[key] = {}
-            stored = (v.layout_choices | _storage(own) for v in variants for own in v.stored)
-            for choices in (*stored, *(s.layout_choices for s in schedules)):
+            for choices in (*(v.layout_choices for v in variants), *(s.layout_choices for s in schedules)):
                 for name, value in choices.items():
                     values.setdefault(name, {})[value] = None
+            stored = [own for v in variants for own in v.stored]
+            values |= {name: dict.fromkeys([getattr(own, name) for own in stored]) for name in _STORAGE}
         sizes = dict(zip(MESH_AXES, rows.T.astype(float), strict=True))
         return rows[possible_meshes(space.tools, sizes, self._values[key])]
 
@@ -360,19 +373,19 @@ class WeightColumns:
     """What weights take under each of the layout choices, for the entries (meshes, or mappings) that were asked for.
 
     Args:
-        choices: all of them; those with the same weights share their columns.
+        network: whose choices they are; those with the same weights share their columns.
         evaluate: prices some entries under one of the choices: role -> [..., entries].
+        every: as in `RowTable`.
     """
 
     def __init__(
         self,
-        choices: Sequence[LayoutChoices],
+        network: SearchedNetwork,
         evaluate: Callable[[LayoutChoices, Index], Mapping[str, Array]],
+        every: Callable[[], int] = lambda: 0,
     ) -> None:
-        own = [weight_choices(c) for c in choices]
-        distinct = list(dict.fromkeys(own))
-        self.number = np.array([distinct.index(c) for c in own])
-        self.tables = [RowTable(partial(evaluate, c)) for c in distinct]
+        stored, self.number = network.weights
+        self.tables = [RowTable(partial(evaluate, c), every) for c in stored]
 
     def __call__(self, choices: Index, at: Index) -> dict[str, Array]:
         """By role, of entries `at`, each under one of the choices."""

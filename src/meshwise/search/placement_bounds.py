@@ -27,12 +27,12 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.overlap import RoleSums, Sums
 from meshwise.costs.routing import Routing
-from meshwise.costs.step import Wires
+from meshwise.costs.step import CollectivePrices, Wires
 from meshwise.costs.step_time import free_share
-from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic
+from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic, weight_prices
 from meshwise.search.bounds import CHUNK, Bounds, expanded
 from meshwise.search.candidates import Array, CandidateBatch, CandidateTable, Index, distinct
-from meshwise.search.network import WeightColumns
+from meshwise.search.network import Recent, WeightColumns
 from meshwise.search.space import IdealWires, WireTable, placements
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.placed import Purpose
@@ -130,13 +130,20 @@ class PlacementBounds:
         calibration = bounds.problem.on_slices
         # Where sums of whole gradients alone are late, it matters which choices have any.
         self.calibration = replace(calibration, late_once=tuple(w for w in calibration.late_once if w != "whole"))
-        self._traffic = WeightColumns(self.network.choices, self._evaluate_traffic)
+        self._prices = Recent[CollectivePrices](2)
+        self._traffic = self._columns()
+
+    def _columns(self) -> WeightColumns:
+        ideal = isinstance(self.mappings, IdealMapping)
+        return WeightColumns(
+            self.network, self._evaluate_traffic, lambda: len(self.network.table.meshes) if ideal else 0
+        )
 
     def raised(self, batch: CandidateBatch) -> CandidateBatch:
         """The candidates, with tighter lower bounds."""
         if isinstance(self.mappings, Placements) and len(self.mappings.mesh) > _MOST_PLACEMENTS:
             self.mappings = Placements(self.mappings.fabric, self.mappings.table, self.mappings.routing)
-            self._traffic = WeightColumns(self.network.choices, self._evaluate_traffic)
+            self._traffic = self._columns()
         out = batch.take(slice(None))
         out.bound = batch.bound.copy()
         if not len(batch):
@@ -190,8 +197,14 @@ class PlacementBounds:
         return joined(found, lengths), index
 
     def _evaluate_traffic(self, choices: LayoutChoices, mapping: Index) -> dict[str, WeightTraffic]:
-        mesh = self.network.table.axes(self.mappings.meshes(mapping))
-        return evaluate_weight_traffic(self.bounds.problem, choices, mesh, self.mappings.links(mapping))
+        problem = self.bounds.problem
+
+        def made() -> CollectivePrices:
+            mesh = self.network.table.axes(self.mappings.meshes(mapping))
+            return weight_prices(problem, choices, mesh, self.mappings.links(mapping))
+
+        prices = self._prices((choices.expert_tensor_parallel, mapping.tobytes()), made)
+        return evaluate_weight_traffic(problem, choices, prices)
 
     def _seconds(self, s: int, key: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic]) -> Num:
         """Seconds of a step: its passes with the weight traffic that they expose, and what happens once."""
