@@ -27,6 +27,9 @@ _POOL = 2048  # candidates that wait with a bound until the best of them are pri
 #: at least such a share of it.
 _GO, _GROWTH, _SHARE = 64, 8, 0.25
 
+#: Candidates whose memory is asked for in the first go: what that takes hardly depends on how many they are.
+_FIT = 512
+
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 64
 
@@ -226,7 +229,7 @@ class NetworkSearch:
             some = some.take(np.flatnonzero(self.matters(some.bound, some.key)))
             pool = self._mattering(CandidateBatch.joined([pool, self._bounded(some)])).by_bound()
             # A lower cut spares the bounds of others: of many groups the best are priced at once, else when many wait.
-            now = len(pool) if len(pool) > _POOL else _GO if end < len(groups) else 0
+            now = len(pool) if len(pool) > _POOL else _FIT if end < len(groups) else 0
             pool, best = pool.take(slice(now, None)), pool.take(slice(now))
             self._price(best, min(float(beyond[end]), float(pool.bound.min(initial=math.inf))))
             if end < len(groups):  # else the pool is priced first
@@ -250,7 +253,7 @@ class NetworkSearch:
 
         Nothing but these and those that wait is bounded below `beyond`.
         """
-        batch, size = self._mattering(batch.by_bound()), _GO
+        batch, size = self._mattering(batch.by_bound()), _FIT
         go = self._leaders(batch)
         while len(batch := self._mattering(batch)):
             go = go if len(go) else np.arange(_go_of(size, len(batch)))
