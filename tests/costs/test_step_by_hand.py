@@ -162,12 +162,20 @@ def test_sums_of_gradients_that_nothing_runs_beside():
     # In programs of our own all that activations wait for comes on top, too, and collective matmuls are none.
     wires = (("tensor", (4, 1, 1)), ("data", (1, 4, 4)))
     layout = {"tensor": 4, "data": 16, "remat": "none", "wires": wires}
-    alone = replace(alone, collective_matmul=True)
+    alone = replace(alone, collective_matmul=True, compiled=True)
     (s, _), (other, _) = (step("v5p:4x4x4", alone, in_step=ours, **layout) for ours in (True, False))
     busier = max(s.resources["compute"], s.resources["hbm"])
     assert s.lower == exactly(busier + s.resources["tensor"] + s.resources["data"])
     assert other.lower == exactly(busier + s.resources["data"])
     assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
+
+    # Where sums run beside compute, those of a tensor group come on top all the same, but for gradients of weights.
+    beside = replace(alone, sums_alone=False)
+    (s, _), (other, _) = (step("v5p:4x4x4", beside, in_step=ours, **layout) for ours in (True, False))
+    assert busier < s.lower <= (busier + s.resources["tensor"]) * (1 + 1e-9)
+    assert other.lower == exactly(busier)
+    assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
+    assert s.terms["data"] == other.terms["data"], "sums of gradients hide as before"
 
 
 def test_collective_matmuls_hide_tensor_parallelism_on_tpus():
