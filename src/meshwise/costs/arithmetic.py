@@ -6,7 +6,7 @@ Everything else in the cost model is plain `+ - * /`, which already does. Not he
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +22,7 @@ Rows: TypeAlias = NDArray[np.intp]
 Condition: TypeAlias = bool | NDArray[np.bool_]
 
 _Array, _Numbers = np.ndarray, (float, int)  # looked up once: an estimate calls these functions by the hundred
+_LEAVES = np.ndarray, np.generic, float, int
 
 
 def maximum(first: Any, other: Any, *rest: Any) -> Any:
@@ -118,11 +119,16 @@ def take(value: Any, index: Any) -> Any:
     if isinstance(value, _Numbers):
         return value  # the same for all rows
     if isinstance(value, tuple):
-        return tuple(take(v, index) for v in value)
+        return tuple(_each(value, index))
     if hasattr(value, "__dataclass_fields__"):
-        return type(value)(*(take(getattr(value, name), index) for name in value.__dataclass_fields__))
-    taken = {key: take(v, index) for key, v in value.items()}
+        return type(value)(*_each([getattr(value, name) for name in value.__dataclass_fields__], index))
+    taken = dict(zip(value, _each(value.values(), index), strict=True))
     return type(value)(taken) if isinstance(value, dict) else taken  # sums stay sums
+
+
+def _each(values: Iterable[Any], index: Any) -> list[Any]:
+    """Other rows of each of some values."""
+    return [v[index] if isinstance(v, _Array) else v if isinstance(v, _Numbers) else take(v, index) for v in values]
 
 
 def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
@@ -138,21 +144,21 @@ def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
         numbers: rows of each part.
     """
     first = parts[0]
-    if isinstance(first, Mapping):
-        names = dict.fromkeys(name for part in parts for name in part)
-        together = {name: joined([part[name] for part in parts], numbers) for name in names}
-        return type(first)(together) if isinstance(first, dict) else together
+    if isinstance(first, _LEAVES):
+        if not any(isinstance(part, _Array) or part != first for part in parts):
+            return first
+        return np.concatenate([_rows(part, n) for part, n in zip(parts, numbers, strict=True)], axis=-1)
     if isinstance(first, tuple):
-        return tuple(joined(entries, numbers) for entries in zip(*parts, strict=True))
+        return tuple([joined(entries, numbers) for entries in zip(*parts, strict=True)])
     if hasattr(first, "__dataclass_fields__"):
         names = first.__dataclass_fields__
-        return type(first)(*(joined([getattr(part, name) for part in parts], numbers) for name in names))
-    if all(not isinstance(part, _Array) and part == first for part in parts):
-        return first
-    return np.concatenate([_rows(part, n) for part, n in zip(parts, numbers, strict=True)], axis=-1)
+        return type(first)(*[joined([getattr(part, name) for part in parts], numbers) for name in names])
+    every = dict.fromkeys([name for part in parts for name in part])
+    together = {name: joined([part[name] for part in parts], numbers) for name in every}
+    return type(first)(together) if isinstance(first, dict) else together
 
 
 def _rows(part: Num, number: int) -> Num:
     """As many rows of an array, or of what is the same in all rows."""
-    shape = np.shape(part)
+    shape = part.shape if isinstance(part, _Array) else ()
     return part if shape[-1:] == (number,) else np.broadcast_to(part, (*shape[:-1], number))
