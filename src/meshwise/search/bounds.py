@@ -198,19 +198,24 @@ class Bounds:
         return {variant.own.remat: share, "none": 1 - share}
 
     def groups(
-        self, schedules: Sequence[int], below: Callable[[Array, Index], Mask], most: int | None = None
+        self,
+        schedules: Sequence[int],
+        below: Callable[[Array, Index], Mask],
+        most: int | None = None,
+        *,
+        plain: bool = False,
     ) -> Groups:
         """All groups of some schedules whose bounds, of their keys, are `below`, smallest first; weights cost nothing.
 
         How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
         whose activations alone do not fit are left out; so are, for a first look, all but about the best `most` of each
-        compute variant.
+        compute variant, and variants that are not `plain`.
         """
         found, chosen, rows = list[Groups](), list[tuple[int, Index]](), 0
         for v, keys in enumerate(self.keys):
             # No schedule is faster than all devices computing all the time.
             least = self._busy[_all_remats(self.network.variants[v])][self.size[keys]] * self.per_token[keys]
-            possible = below(least, keys)
+            possible = below(least, keys) & (self.network.variants[v].plain or not plain)
             if most is not None and most < len(least):
                 possible &= least <= np.partition(least, most)[most]
             kept = keys[possible]

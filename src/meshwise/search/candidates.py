@@ -359,6 +359,11 @@ class ComputeVariant:
     asked: Choices
 
     @property
+    def plain(self) -> bool:
+        """Whether all layers compute little again: where that fits in memory, little else is as fast."""
+        return self.own.remat in {"none", "matmuls"} and self.remat_layers is None
+
+    @property
     def layout_choices(self) -> dict[str, object]:
         """The choices that all of them share, as `Layout` names them."""
         names = "remat", "sequence_parallel", "expert_tensor_parallel", "context_method", "collective_matmul"

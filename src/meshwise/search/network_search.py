@@ -14,6 +14,7 @@ import numpy as np
 
 from meshwise.search.bounds import CHUNK, Groups
 from meshwise.search.candidates import Array, CandidateBatch, Index, Mask
+from meshwise.search.network import FEW
 from meshwise.search.pricing import Priced, Pricing
 from meshwise.search.ranking import SearchState, best_of_kinds, of_first
 
@@ -68,7 +69,10 @@ class NetworkSearch:
             return
         if math.isinf(self.state.ranking.cut):
             self._tell(_TABLES)
-            self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
+            # Where sizes are few, variants share most of what they take, and need not be looked at together.
+            for plain in (True, False) if bounds.num_sizes <= FEW else (False,):
+                if math.isinf(self.state.ranking.cut):
+                    self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT, plain=plain))
         self._tell(_LOOK)
         groups = bounds.groups(every, self.matters)
         with self.state.behind.part(_BOUNDED, _RANKED if self.for_front else 1.0):
