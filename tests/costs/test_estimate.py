@@ -152,3 +152,17 @@ def test_calibrations_by_name():
     with pytest.raises(UnknownNameError, match=r"unknown calibration 'hoper'\. Nearest: hopper"):
         find_calibration("hoper", chip)
     assert chip.peak(DType.BF16) == pytest.approx(989.4e12)
+
+
+def test_estimates_of_one_problem_share_prices_and_are_those_of_a_new_problem():
+    problem, _ = estimate()
+    fabric = Fabric.of(problem.cluster)
+    meshes = {"fsdp": 8}, {"tensor": 2, "fsdp": 4}, {"tensor": 2, "data": 4}
+    layouts = [
+        Layout(**sizes, remat=remat, micro_batch=micro, wires=tuple((a, (n,)) for a, n in sizes.items()))
+        for sizes, remat, micro in itertools.product(meshes, ("full", "none"), (1, 2))
+    ]
+    again = [estimate_training(problem, fabric, layout) for layout in layouts]
+    alone = [estimate_training(replace(problem), fabric, layout) for layout in layouts]
+    assert again == alone
+    assert len(problem.operation_prices) == 4  # of one tensor group or two, with one sequence or two

@@ -68,6 +68,9 @@ class LocalBlock:
     memory: LocalMemory
 
 
+#: Sizes of single layouts whose prices a problem keeps.
+_MOST_PRICES = 64
+
 #: Of all blocks of a program.
 Local = tuple[LocalBlock, ...]
 
@@ -134,8 +137,21 @@ def local_prices(
         problem, structure, bounded: as in `evaluate`.
         sizes: floats or arrays.
     """
-    extents = local_extents(problem, structure, sizes)
-    return OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates, bounded=bounded)
+
+    def made() -> OperationPrices:
+        extents = local_extents(problem, structure, sizes)
+        return OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates, bounded=bounded)
+
+    own = sizes.micro_batch, sizes.context, sizes.ulysses, sizes.expert, sizes.tensor
+    if not all(isinstance(size, float | int) for size in own):
+        return made()
+    # Layouts that differ elsewhere share them: an estimate is often one of several.
+    known, key = problem.operation_prices, (structure.expert_tensor_parallel, bounded, *map(float, own))
+    if key not in known:
+        if len(known) >= _MOST_PRICES:
+            known.clear()
+        known[key] = made()
+    return known[key]
 
 
 def repeats_whole(problem: TrainingProblem, structure: LayoutChoices) -> bool:

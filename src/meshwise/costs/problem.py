@@ -12,7 +12,7 @@ from typing import Literal
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Fused, Op, Program
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import ComputeRates, published_precision
+from meshwise.costs.compute import ComputeRates, OperationPrices, published_precision
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving, lowered_training
 from meshwise.costs.routing import Routing
@@ -100,6 +100,11 @@ class TrainingProblem(_Problem):
     def compute_rates(self) -> ComputeRates:
         """What operations take on the chip."""
         return ComputeRates.of(self.cluster.chip, self.job.formats, self.calibration)
+
+    @cached_property
+    def operation_prices(self) -> dict[tuple[float, ...], OperationPrices]:
+        """Prices of operations of the sizes of single layouts, as `local_prices` keeps them."""
+        return {}
 
     @property
     def uncertainty_sources(self) -> tuple[str, ...]:
