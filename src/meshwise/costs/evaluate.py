@@ -147,11 +147,12 @@ def local_prices(
         return made()
     # Layouts that differ elsewhere share them: an estimate is often one of several.
     known, key = problem.operation_prices, (structure.expert_tensor_parallel, bounded, *map(float, own))
-    if key not in known:
+    prices = known.get(key)
+    if prices is None:
         if len(known) >= _MOST_PRICES:
             known.clear()
-        known[key] = made()
-    return known[key]
+        prices = known[key] = made()
+    return prices
 
 
 def repeats_whole(problem: TrainingProblem, structure: LayoutChoices) -> bool:

@@ -303,10 +303,10 @@ def unknown_serving_load(load: ServingLoad) -> bool:
 
 def unknown_serving_layout(layout: ServingLayout) -> bool:
     """Whether a layout makes a choice that no engine answers for."""
-    return any(getattr(layout, f.name) != f.default for f in _UNKNOWN_FIELDS)
+    return any(getattr(layout, name) != default for name, default in _UNKNOWN_FIELDS)
 
 
-_UNKNOWN_FIELDS = tuple(f for f in fields(ServingLayout) if f.name not in _KNOWN["layout"])
+_UNKNOWN_FIELDS = tuple((f.name, f.default) for f in fields(ServingLayout) if f.name not in _KNOWN["layout"])
 
 
 #: What an engine cannot express, read for each kind of engines of a plan.
@@ -327,8 +327,8 @@ def whole_heads(*, copies: bool) -> Rule[Engine]:
     """Ways that heads do not divide over, which the plan pads; `copies`: fewer key/value heads are copied."""
 
     def whole(c: Engine, ways: int) -> bool:
-        keys = c.kv_heads
-        queries = all(heads % (ways * c.layout.cache) == 0 for heads in c.heads)
+        keys, all_ways = c.kv_heads, ways * c.layout.cache
+        queries = not any(heads % all_ways for heads in c.heads)
         return queries and (c.latent or keys % ways == 0 or (copies and ways % keys == 0))
 
     def why(c: Engine) -> str:

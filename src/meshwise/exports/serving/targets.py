@@ -128,11 +128,17 @@ def serving_tools_for(problem: ServingProblem, names: Iterable[str] = SERVING_TA
 
 
 def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
-    known, rules = not unknown_serving_load(problem.load), _rules(name)
+    known, rules = not unknown_serving_load(problem.load), list(_rules(name))
 
     def takes(kind: str, layout: ServingLayout, prefill_batch: int, chunk: int | None) -> bool:
+        if not known or unknown_serving_layout(layout):
+            return False
         engine = Engine(problem, kind, layout, prefill_batch, chunk)
-        return known and not unknown_serving_layout(layout) and not any(rule.refused(engine) for rule in rules)
+        for i, rule in enumerate(rules):
+            if rule.refused(engine):
+                rules.insert(0, rules.pop(i))  # it refuses the next layouts, too, as a rule
+                return False
+        return True
 
     return ServingTool(name, takes)
 

@@ -41,6 +41,7 @@ class Kept:
     top: int
     _new: list[Pairs] = field(default_factory=list)
     _old: list[Pairs] = field(default_factory=list)
+    _waiting: int = 0  # pairs that are new
     _enough: int = 0
     _last: list[float] = field(default_factory=lambda: [math.inf, math.inf])  # the first score of the last of the best
 
@@ -52,19 +53,21 @@ class Kept:
 
     def add(self, pairs: Pairs) -> None:
         """Take those of some more that fit in memory."""
-        self._new.append(pairs.take(pairs.memory <= self.tables.usable))
-        if _number(self._new) >= _WAITING:
-            self._old, self._new = [*self._old, self._needed(self._new)], []
+        self._new.append(fitting := pairs.take(pairs.memory <= self.tables.usable))
+        self._waiting += len(fitting)
+        if self._waiting >= _WAITING:
+            self._old, self._new, self._waiting = [*self._old, self._needed(self._new)], [], 0
             if _number(self._old) >= self._enough:
                 self._enough = 2 * len(self.pairs())
 
     def __len__(self) -> int:
-        return _number(self._old) + _number(self._new)
+        return _number(self._old) + self._waiting
 
     def pairs(self) -> Pairs:
         """Those that are needed, in the order in which they came; where they are few, all of them."""
         parts = [*self._old, *self._new]
-        self._old, self._new = [self._needed(parts) if len(self) > _WAITING else Pairs.joined(parts)], []
+        self._old = [self._needed(parts) if len(self) > _WAITING else Pairs.joined(parts)]
+        self._new, self._waiting = [], 0
         return self._old[0]
 
     def _needed(self, parts: Sequence[Pairs]) -> Pairs:
