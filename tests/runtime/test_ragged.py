@@ -32,6 +32,29 @@ def emulated_exchange(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "weights", "gradients"),
+    [
+        ({"fsdp": 4}, {1, 2}, {1, 2}),
+        ({"data": 4, "zero": 2}, {0}, {1, 2}),
+        ({"data": 4, "zero": 0}, {0}, {0}),
+    ],
+)
+def test_experts_weights_lie_in_memory_as_they_were_gathered(monkeypatch, layout, weights, gradients):
+    """XLA brings what is declared to lie otherwise into that layout: a copy of all experts' weights."""
+    seen, product = [], ragged.grouped_product
+
+    def watched(rows, matrices, groups, **how):
+        seen.append(groups)
+        return product(rows, matrices, groups, **how)
+
+    monkeypatch.setattr(ragged, "grouped_product", watched)
+    step = make(dense(MIXTURE), Layout(**layout, expert_dispatch="ragged"))
+    step.jitted.trace(step.abstract_state, step.abstract_batch)
+    assert {groups.major for groups in seen} == weights
+    assert {groups.summed_major for groups in seen} == gradients
+
+
 def test_rows_go_to_the_devices_of_their_groups_and_come_back(monkeypatch):
     """4 devices with 2 groups each; rows say where they come from and what they are."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated.ragged_all_to_all)

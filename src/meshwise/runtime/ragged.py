@@ -127,7 +127,7 @@ class Groups:
         sizes: rows of each group; what is beyond them is empty.
         mean: rows of all groups that are expected.
         platform: as JAX names that of the devices.
-        major: axis of the matrices [groups, D, F] that is outermost in memory.
+        major: axis of the matrices [groups, D, F] that is outermost in memory; summed_major: of their gradients.
         rest: whether empty rows are read, and have to be zeros.
     """
 
@@ -135,6 +135,7 @@ class Groups:
     mean: int
     platform: str = "cpu"
     major: int = 0
+    summed_major: int = 0
     rest: bool = True
 
     def multiply(self, rows: jax.Array, matrices: jax.Array, *, transposed: bool = False) -> jax.Array:
@@ -149,7 +150,7 @@ class Groups:
     def multiply_rows(self, rows: jax.Array, others: jax.Array, dtype: Any) -> jax.Array:
         """Multiply rows [n, D] and [n, F] of each group with one another: [groups, D, F] in a format."""
         if (kernel := _kernel(self.platform)) is not None:
-            made: jax.Array = kernel.multiply_rows(rows, others, self._own, dtype=dtype, major=self.major)
+            made: jax.Array = kernel.multiply_rows(rows, others, self._own, dtype=dtype, major=self.summed_major)
             return made
         return jax.lax.ragged_dot_general(rows, others, self.sizes, _SUMMED, preferred_element_type=dtype)
 
@@ -406,7 +407,10 @@ class RaggedExperts(Experts):
         if isinstance(op, Einsum):
             expert, summed, _ = op.inputs[1].axes
             assert expert in op.output.axes and summed in op.contracted, f"{op.name} multiplies by [E, in, out]"  # noqa: PT018
-            groups = replace(ways.groups, major=self._gathered_axis(op))
+            weight, read, moved = op.inputs[1].axes, self.placement.at(op, op.inputs[1]), self.placement.moved_axis
+            stored, reduced = self.placement.strategy.stored(weight, "weights"), self.placement.reduced(weight)
+            # As devices send gathered weights, and as gradients are scattered.
+            groups = replace(ways.groups, major=moved(stored, read), summed_major=moved(reduced, read))
             return grouped_product(inputs[0][0], inputs[1], groups, first=self.placement.in_turn)[None]
         if self._few(ways) and not self._partial_after(op):
             return self._each_row(op, inputs, ways)
@@ -442,9 +446,3 @@ class RaggedExperts(Experts):
             return elementwise(own, blocks, self.around)
 
         return each_row(function, operands, ways.groups, made, linear=op.linear)[None]
-
-    def _gathered_axis(self, op: Einsum) -> int:
-        """Which axis of a product's weight was gathered: outermost in memory then, as devices sent it."""
-        weight = op.inputs[1]
-        stored, read = self.placement.strategy.stored(weight.axes, "weights"), self.placement.at(op, weight)
-        return next((n for n, (a, b) in enumerate(zip(stored.splits, read.splits, strict=True)) if a != b), 0)

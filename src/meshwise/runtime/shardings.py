@@ -94,6 +94,11 @@ class Placement:
             ways *= self.mesh.shape[a]
         return ways
 
+    def moved_axis(self, one: Sharding, other: Sharding) -> int:
+        """Which axis of an array is gathered or scattered from one sharding to the other; the first where none is."""
+        splits = enumerate(zip(one.splits, other.splits, strict=True))
+        return next((n for n, (a, b) in splits if self.ways(a) != self.ways(b)), 0)
+
     def spec(self, sharding: Sharding, stack: int = 0) -> PartitionSpec:
         """Write a sharding; `stack` whole dimensions stand in front."""
         parts = [self.split(s) for s in sharding.splits]
