@@ -130,6 +130,8 @@ class NetworkSearch:
         for priced in self.pricing.placed(batch):
             state.covered += priced.covered
             state.priced += len(priced.seconds)
+            plain = priced.batch.saving == 0  # no other saving of a candidate is faster
+            self.pricing.least.append((self._numbers(priced.batch)[plain], priced.seconds[plain]))
             scores = np.asarray(state.score(priced.seconds, self.chips))
             kinds = self.pricing.kinds_at(priced.batch.at)
             within = np.where(priced.seconds <= self.most_seconds, scores, math.nan)  # what is over is below no cut

@@ -75,6 +75,7 @@ class Pricing:
         self.groups_of: dict[LayoutChoices, tuple[tuple[Group, ...], tuple[tuple[Group, Group], ...]]] = {}
         self.worthy: dict[tuple[object, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
+        self.least: list[tuple[Index, Array]] = []  # numbers of candidates that were priced, and seconds of a placement
 
     @cached_property
     def kinds(self) -> tuple[dict[tuple[int, ...], int], Index]:

@@ -6,6 +6,7 @@ What was worked out for the search of the best serves again, where it was kept. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from meshwise.search.asked import SearchSpace
 from meshwise.search.bounds import Groups
-from meshwise.search.candidates import CandidateBatch, Choices
+from meshwise.search.candidates import CandidateBatch, Choices, Index
 from meshwise.search.limits import Wanted
 from meshwise.search.network_search import NetworkSearch
 from meshwise.search.pricing import Pricing
@@ -100,9 +101,20 @@ class _Narrow(NetworkSearch):
                 and self.asked.include(layout)
             ):
                 self.state.ranking.enter((), found)
+        self.looked_at = self._slower()
         keys = np.bincount(self.pricing.bounds.key_of, self.few[self.pricing.table.mesh_id]) > 0
         self.rank(groups.take(keys[groups.key] & self.variants[groups.variant] & self.schedules[groups.schedule]))
         return self.state.ranking.members()
+
+    def _slower(self) -> Index:
+        """Numbers of candidates that were priced, for whatever search, and are too slow in all their placements."""
+        none = np.zeros(0, int), np.zeros(0)
+        columns = zip(none, *self.pricing.least, strict=True)
+        numbers, seconds = (np.concatenate(column) for column in columns)
+        every, which = np.unique(numbers, return_inverse=True)
+        least = np.full(len(every), math.inf)
+        np.minimum.at(least, which, seconds)
+        return np.asarray(every[least > self.most_seconds], int)
 
     def members_of(self, groups: Groups) -> CandidateBatch:
         """The candidates of groups that are simple enough."""
