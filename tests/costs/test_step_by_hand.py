@@ -169,6 +169,24 @@ def test_sums_of_gradients_that_nothing_runs_beside():
     assert other.lower == exactly(busier + s.resources["data"])
     assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
 
+    # Over all of a square slice XLA makes AllReduces of our sums, over a part of it and over other slices none.
+    ours, plain = (
+        {
+            (on, ways): step(on, alone, in_step=own, fsdp=ways, data=64 // ways, zero=0, remat="none", wires=wires)[0]
+            for on, ways, wires in (
+                ("v5e:8x8", 64, (("fsdp", (8, 8)),)),
+                ("v5e:4x16", 64, (("fsdp", (4, 16)),)),
+                ("v5e:8x8", 8, (("fsdp", (8, 1)), ("data", (1, 8)))),
+            )
+        }
+        for own in (True, False)
+    )
+    sums = {key: s.resources["fsdp"] - plain[key].resources["fsdp"] for key, s in ours.items()}
+    assert sums["v5e:8x8", 64] == exactly(63 / 64 * 2 * PARAMETERS / (2 * 45e9)), "a corner has two links"
+    assert sums["v5e:4x16", 64] == sums["v5e:8x8", 8] == 0
+    longer = ours["v5e:8x8", 64].terms["fsdp"] - plain["v5e:8x8", 64].terms["fsdp"]
+    assert longer > sums["v5e:8x8", 64] > 0
+
     # Where sums run beside compute, those of a tensor group come on top all the same, but for gradients of weights.
     beside = replace(alone, sums_alone=False)
     (s, _), (other, _) = (step("v5p:4x4x4", beside, in_step=ours, **layout) for ours in (True, False))

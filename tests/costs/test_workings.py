@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,19 @@ def test_the_notation_of_workings_reads_back(drawn):
 @every_case(count=50)
 def test_keeping_a_ledger_changes_nothing(drawn):
     assert evaluate_layout(*drawn, Ledger()) == evaluate_layout(*drawn)
+
+
+def test_sums_over_a_square_slice_are_explained_as_they_run():
+    """In our own programs as AllReduces, in the bound, too; on a slice of other sides as ReduceScatters."""
+    alone = replace(IDENTITY, compiled=True, sums_alone=True)
+    for on, extents, kind in (("v5e:4x4", (4, 4), "all-reduce"), ("v5e:2x8", (2, 8), "reduce-scatter")):
+        drawn = case(on, calibration=alone, fsdp=extents, remat="none")
+        drawn = drawn._replace(problem=replace(drawn.problem, in_step=True))
+        w, estimate = work_out(*drawn), estimate_training(*drawn)
+        assert {c.kind.value for c in w.collectives if c.purpose == "gradients"} == {kind}
+        assert sum(c.exposed for c in w.collectives) == pytest.approx(estimate.terms["fsdp"], **EXACTLY)
+        bounds = sum(c.bound * c.count_per_pass * c.copies * (c.runs + c.waited_for) for c in w.collectives)
+        assert bounds == pytest.approx(estimate.resources["fsdp"], **EXACTLY)
 
 
 def test_operations_add_up_to_their_pass():

@@ -154,7 +154,7 @@ def _collectives(
     ledger: Ledger, problem: TrainingProblem, fabric: Fabric, layout: Layout
 ) -> Iterator[CollectiveBreakdown]:
     """A row for every collective that takes time, forward first, then backward, then what happens once a step."""
-    wires, calibration = layout_wires(problem, fabric, layout), problem.calibration
+    wires, calibration = layout_wires(problem, fabric, layout), problem.on_slices
     links = calibration.links
     entries = [(h, sent) for h in ledger.hidings if h.count for sent in h.sent if sent.seconds > 0]
     order = list(Pass)
@@ -162,7 +162,8 @@ def _collectives(
     found: dict[tuple[CollectiveKind, tuple[str, ...], int, bool], Path] = {}
     for h, sent in sorted(entries, key=lambda e: order.index(e[0].when)):
         flow, num_bytes, count = sent.collective, sent.num_bytes, sent.number
-        kind, mesh_axes, routed, _ = flow.run_key(whole_sums=calibration.whole_sums)
+        square = flow.scatters_sums and wires(flow.key.mesh_axes).size == calibration.square_sums
+        kind, mesh_axes, routed, _ = flow.run_key(whole_sums=calibration.whole_sums, square=square)
         once, least = routed and calibration.distinct_dispatch, routed and calibration.least_dispatch
         ways = schedules(kind, wires(mesh_axes).carrying(routed=once))
         times = [float(links.seconds(hops, num_bytes * per_byte, True, fill)) for per_byte, hops, fill in ways]
@@ -171,8 +172,7 @@ def _collectives(
         if key not in found:
             routing = problem.routing if once else None
             found[key] = paths(kind, fabric, layout, mesh_axes, algorithm=algorithm, routing=routing)
-        term = flow.term
-        exchanges = term == "expert" and flow.when is not Pass.STEP
+        exchanges = flow.term == "expert" and flow.when is not Pass.STEP
         behind = float(ledger.hidden_by_schedule) if exchanges else 0.0
         each, latency = float(sent.seconds) / count, links.startup + float(ways[algorithm].hops)
         yield CollectiveBreakdown(
@@ -181,7 +181,7 @@ def _collectives(
             purpose=flow.purpose,
             kind=kind,
             mesh_axes=tuple(a for a in mesh_axes if a in used),
-            term=term,
+            term=flow.term,
             tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
             transfers=flow.transfers,
             used=used,
@@ -195,7 +195,7 @@ def _collectives(
             fill=float(ways[algorithm].fill),
             latency_binds=latency >= (each if links.overlapped else each / 2),
             path=found[key],
-            bound=float(wire_time(flow.key.kind, num_bytes, wires(mesh_axes).carrying(routed=least))),
+            bound=float(wire_time(flow.key.kind, num_bytes, wires(mesh_axes).carrying(routed=least))) * (1 + square),
             rule=h.rule,
             cover=float(h.cover),
             hidden_by_schedule=behind,

@@ -17,7 +17,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving, lowered_training
 from meshwise.costs.routing import Routing
 from meshwise.costs.spread import uncertainty_sources
-from meshwise.hardware import Cluster
+from meshwise.hardware import Cluster, Torus
 from meshwise.jobs import ServingLoad, TrainingJob, parse_serving_precision
 from meshwise.models import Model
 from meshwise.sharding.serving import ServingLayoutChoices
@@ -62,11 +62,16 @@ class TrainingProblem(_Problem):
 
         In our own programs for TPUs nothing runs beside the collectives of a tensor group: compiled ones say so
         (docs/verify.md), where measured ones of MaxText on 16x16 hide them. Where sums stand alone, gathers do, too.
+        Over all of a square slice gradients are summed by AllReduces.
         """
         found = self.calibration.of_slices(self.cluster.num_slices)
         if not (self.in_step and found.compiled and self.cluster.chip.vendor == "google"):
             return found
-        found = replace(found, collective_matmul=False, in_turn=True)
+        network = self.cluster.network
+        lengths = [axis.size for axis in network.axes] if isinstance(network, Torus) else []
+        square = len(lengths) == 2 and lengths[0] == lengths[1] and self.cluster.num_slices == 1
+        sums = network.num_chips if square else 0
+        found = replace(found, collective_matmul=False, in_turn=True, square_sums=sums)
         return replace(found, late_gathers=False, beside_sums=False) if found.sums_alone else found
 
     @property

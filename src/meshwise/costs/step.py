@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.tensors import Block
-from meshwise.costs.arithmetic import Condition, Num
+from meshwise.costs.arithmetic import Condition, Num, where
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import Schedule, fastest, ring_time, starts, wire_rate
 from meshwise.costs.compute import PassCompute
@@ -318,8 +318,13 @@ class CollectivePrices:
             num_bytes = self.placed(one.bytes(self.extents))
         offered = self.rates.offered(one.key)
         bound = num_bytes * offered.bound if self.rates.bounded else 0.0
-        key = one.run_key(whole_sums=self.rates.calibration.whole_sums)
-        return num_bytes, self.rates.seconds(num_bytes, key, offered if key is one.key else None), bound
+        key, square = one.run_key(whole_sums=self.rates.calibration.whole_sums), self.rates.calibration.square_sums
+        seconds = self.rates.seconds(num_bytes, key, offered if key is one.key else None)
+        if square and one.scatters_sums:
+            whole = offered.link.size == square
+            seconds = where(whole, self.rates.seconds(num_bytes, one.summed_whole), seconds)
+            bound = where(whole, 2 * bound, bound)  # an AllReduce is a ReduceScatter and an AllGather
+        return num_bytes, seconds, bound
 
     def placed(self, value: Num) -> Num:
         """A value for each place, from one for each mesh."""

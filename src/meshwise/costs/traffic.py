@@ -97,13 +97,20 @@ class CollectiveTemplate:
         num_bytes = extents.weighted(self.num_bytes)
         return num_bytes * extents.devices(self.scaled_by) if self.scaled_by else num_bytes
 
-    def run_key(self, *, whole_sums: int) -> CollectiveKey:
-        """How software sends it; `whole_sums` as in `Calibration`."""
+    @property
+    def scatters_sums(self) -> bool:
+        """Whether it leaves each device its part of a sum of gradients."""
+        return self.purpose is Purpose.GRADIENTS and self.key.kind is CollectiveKind.REDUCE_SCATTER
+
+    @property
+    def summed_whole(self) -> CollectiveKey:
+        """How it is sent where each device gets the whole sum."""
+        return self.key._replace(kind=CollectiveKind.ALL_REDUCE)
+
+    def run_key(self, *, whole_sums: int, square: bool = False) -> CollectiveKey:
+        """How software sends it; `whole_sums` as in `Calibration`, `square` where it goes over such a slice."""
         zero = 1 if self.when is Pass.STEP else 2 if "data" in self.key.mesh_axes else 3
-        scatters = self.purpose is Purpose.GRADIENTS and self.key.kind is CollectiveKind.REDUCE_SCATTER
-        if scatters and zero <= whole_sums:
-            return self.key._replace(kind=CollectiveKind.ALL_REDUCE)
-        return self.key
+        return self.summed_whole if self.scatters_sums and (square or zero <= whole_sums) else self.key
 
 
 class Sent(NamedTuple):
