@@ -126,7 +126,7 @@ def take(value: Any, index: Any) -> Any:
     return type(value)(taken) if isinstance(value, dict) else taken  # sums stay sums
 
 
-def _each(values: Iterable[Any], index: Any) -> list[Any]:
+def _each(values: Iterable[object], index: Rows | slice) -> list[object]:
     """Other rows of each of some values."""
     return [v[index] if isinstance(v, _Array) else v if isinstance(v, _Numbers) else take(v, index) for v in values]
 

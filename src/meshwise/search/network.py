@@ -111,11 +111,11 @@ class SearchedNetwork:
         return tuple(numbers), np.array(number)
 
     @cached_property
-    def _parts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    def _parts(self) -> tuple[list[dict[str, object]], ...]:
         """What the layout choices, the schedules and the savings are, as `Layout` names it, and their rule tables."""
         variants = (self.variants[v].layout_choices for v in self.variant_of)
         stored = [own | _storage(c) for own, c in zip(variants, self.choices, strict=True)]
-        layers, away = self.asked.offload_layers, []
+        layers, away = self.asked.offload_layers, list[dict[str, object]]()
         for s in self.savings:
             share = layers if "activations" in s.offload else None
             away.append({"loss": s.loss, "offload": s.offload, "offload_layers": share})
