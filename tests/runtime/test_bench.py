@@ -96,7 +96,8 @@ def test_experts_and_windows_of_a_plan_run_as_training_runs_them(tmp_path):
     assert (gate.measured.batch, gate.measured.m, gate.measured.k, gate.measured.n) == (4, 64, 64, 32)
     assert gate.work == summed.work == 2 * 4 * 64 * 64 * 32
     near = rows["attention"]
-    assert (near.measured.category, near.work) == ("attention windowed", 4 * 4 * 16 * (32 * 33 / 2 + 96 * 32))
+    assert near.measured.op == "attention (causal, a window of 32)"
+    assert (near.measured.category, near.work) == ("attention special", 4 * 4 * 16 * (32 * 33 / 2 + 96 * 32))
 
 
 @pytest.mark.jax

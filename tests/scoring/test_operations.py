@@ -94,6 +94,11 @@ def test_a_format_has_a_rate_of_its_own(tmp_path):
         (row("x", "gemm", 1e-3, m=8192, k=8192), "column n: expected a value, found a blank cell"),
         (row("x", "gemm", 1e-3, m=8192, k=8192, n=8192, dtype="fp4"), "column dtype: expected one of bf16"),
         (row("x", "gemm", 1e-3, m=8192, k=8192, n=8192, unit="min"), "column unit: expected one of s, ms, us"),
+        (
+            row("x", "attention prefill", 1e-2, causal="yes", **{**PROMPT, "seq_q": 1024}),
+            "expected as many queries as keys",
+        ),
+        (row("x", "attention special", 1e-2, causal="yes", **PROMPT), "attention special: no constant of a cal"),
         (row("x", "collective", 1e-3, op="gossip", bytes=1 << 28, n_chips=8), "column op: expected one of all_gather"),
         (row("x", "collective", 1e-3, op="all_reduce", bytes=1 << 28, n_chips=11), "11 x h100-sxm is not known"),
     ],

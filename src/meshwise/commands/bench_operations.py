@@ -222,11 +222,11 @@ class Operations:
             times = shape.copies * plan.layout.num_microbatches
             yield replace(one, text=f"{shape.name}: {one.text}", times=times, expected=expected)
 
-    def _local(self, flops: float, num_bytes: float, dtype: str) -> float | None:
+    def _local(self, flops: float, num_bytes: float, dtype: str, *, attends: bool = False) -> float | None:
         """Seconds of so many FLOPs and bytes of HBM on one device."""
         if self.chip is None or self.calibration is None or DType(dtype) not in self.chip.flops_per_s:
             return None
-        whole = local_seconds(self.chip, DType(dtype), flops, num_bytes, self.calibration)
+        whole = local_seconds(self.chip, DType(dtype), flops, num_bytes, self.calibration, attends=attends)
         return whole * self.chip.devices_per_chip
 
     def _together(self, kind: CollectiveKind, num_bytes: float) -> float | None:
@@ -350,19 +350,23 @@ class Operations:
             yield self._attention(dtype, AttentionShape.of(batch, queries, keys, *heads, causal=queries == keys))
 
     def _attention(self, dtype: str, shape: AttentionShape) -> Operation:
-        """One attention."""
+        """One attention; what columns do not tell apart from a prompt's is of another category, and told by its op."""
         flops, moved = attention_work(shape, DType(dtype))
-        near = shape.window or shape.chunk
-        sees = f"causal, the nearest {near}" if near else "causal" if shape.causal else "each query over all keys"
-        prompt = "attention windowed" if near else "attention prefill" if shape.causal else "attention decode"
+        special = [
+            *([f"a window of {shape.window}"] if shape.window else []),
+            *([f"chunks of {shape.chunk}"] if shape.chunk else []),
+            *([f"values of {shape.value_dim}"] if shape.value_dim != shape.head_dim else []),
+            *([f"queries from {shape.start} on"] if shape.start else []),
+        ]
+        sees = ", ".join(["causal" if shape.causal else "each query over all keys", *special])
+        prompt = "attention special" if special else "attention prefill" if shape.causal else "attention decode"
         category, op = ("attention gradient", "gradient of ") if shape.gradient else (prompt, "")
         columns = self._columns(category, f"{op}attention ({sees})", dtype)
         columns |= {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         columns |= {"seq_q": shape.queries, "seq_kv": shape.keys, "causal": "yes" if shape.causal else "no"}
         run = partial(self.devices.attention, shape, dtype)
-        seen = f"{near} of {shape.keys} keys" if near else f"{shape.keys} keys"
-        text, expected = f"{shape.batch} x {shape.queries} queries, {seen}", self._local(flops, moved, dtype)
-        return Operation(text, columns, run, flops, "FLOP/s", expected)
+        text = ", ".join([f"{shape.batch} x {shape.queries} queries", f"{shape.keys} keys", *special])
+        return Operation(text, columns, run, flops, "FLOP/s", self._local(flops, moved, dtype, attends=True))
 
 
 def _timed(engine: Callable[[], EngineSteps], rows: int, seconds: float) -> Sample:

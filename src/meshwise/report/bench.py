@@ -65,7 +65,7 @@ def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
     columns: Columns = {"operation": "text", ">measured": ("measured.seconds", format_time), ">rate": _rate}
     expected = any(row.expected is not None for row in result.rows)
     if expected:
-        columns = {**columns, ">expected": ("expected", format_time), ">over it": _ratio}
+        columns = {**columns, ">expected": ("expected", format_time), ">ratio": _ratio}
     if result.rows[0].times:
         columns = {**columns, ">a step": ("times", "{:,g}".format)}
     document = {"cluster_document": result.document} if result.document else {}
@@ -88,7 +88,7 @@ def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
         body=(tabulate(columns, result.rows, missing=""),),
         assumed=(
             f"software: {result.software}",
-            *((f"expected: {result.basis}",) if result.basis and expected else ()),
+            *((f"expected: {result.basis}; ratio: measured over expected",) if result.basis and expected else ()),
         ),
         not_modelled=(*unknown, "other load on the machine: repeat on a quiet one"),
         next_steps=("--save rows.csv: the rows in the format of measurements (docs/measurements.md)", *saved),

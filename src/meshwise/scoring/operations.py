@@ -129,6 +129,11 @@ def _local(row: MeasuredOperation, chip: Chip) -> Callable[[Calibration], float]
     if row.category == "attention prefill" and row.causal in ("yes", "no"):
         names = ("batch", "seq_q", "seq_kv", "heads", "kv_heads", "head_dim")
         sizes = [_given(getattr(row, name), name) for name in names]
+        if row.causal == "yes" and row.seq_q != row.seq_kv:
+            raise MeshwiseError(
+                f"columns seq_q, seq_kv: causal attention of {row.seq_q} queries to {row.seq_kv} keys does not say "
+                "which of these each sees; expected as many queries as keys"
+            )
         work = attention_work(AttentionShape.of(*sizes, causal=row.causal == "yes"), dtype)
         return partial(local_seconds, chip, dtype, *work, attends=True)
     raise MeshwiseError(
