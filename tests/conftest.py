@@ -1,6 +1,5 @@
 """Eight fake devices for every test that runs JAX, and which process of several runs which tests."""
 
-import gc
 import os
 
 import pytest
@@ -14,16 +13,11 @@ FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # on a busy machine eight threads meet late
 )
 
-# What is imported and collected stays: looking through it for garbage took a tenth of the time.
-gc.disable()
-
 #: Asked for before JAX looks for devices.
 os.environ["JAX_PLATFORMS"] = "cpu"
 #: XLA's threads on a CPU. A device that waits in a collective holds one, and devices may enter collectives that do not
 #: depend on each other in any order: with eight threads for eight devices some runs wait for each other for ever.
 os.environ["NPROC"] = "32"
-# Hundreds of processes are started: each would compile the whole package anew, and xdist's all tests.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if FLAGS not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 
@@ -44,7 +38,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Folders(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return nodeid.split("::")[0].split("/")[1]
+            return nodeid.split("/")[1]
 
     config.option.loadscopereorder = False
     return Folders(config, log)
@@ -54,10 +48,3 @@ def pytest_collection_modifyitems(items):
     """Put long folders first, lest one begins last."""
     rank = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("/")[1], len(LONG)))
-
-
-def pytest_collection_finish():
-    """From here on only what tests make is looked through, and less often."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
-    gc.enable()

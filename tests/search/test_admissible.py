@@ -66,7 +66,7 @@ def hold_bounds(case, generator):
     bounded = pricing.bounded(unbounded(fitting))
     assert (fitting.bound <= bounded.bound * BELOW).all()
     assert (pricing.placement_bounds[0].raised(unbounded(fitting)).bound <= bounded.bound).all()
-    placed = pricing.raised(unbounded(fitting), everything)
+    placed = pricing.raised(pricing.raised(unbounded(fitting), everything), everything, placed=True)
     for i in range(len(placed)):
         best = min(priced.seconds.min() for priced in pricing.placed(fitting.take(slice(i, i + 1))))
         assert placed.bound[i] <= best

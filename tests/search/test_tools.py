@@ -24,7 +24,7 @@ def test_masks_of_many_conditions_say_what_tools_say_of_layouts(names):
     table = candidate_table(problem.job, meshes(math.prod(problem.network.sizes), space.limits))
     network = SearchedNetwork(LocalTables(problem), space, problem.network, table)
     pricing, generator = Pricing(network), np.random.default_rng(1)
-    batch = pricing.bounds.members_of(pricing.bounds.all_groups(lambda bound, _: bound >= 0))
+    batch = pricing.taken(pricing.bounds.members_of(pricing.bounds.all_groups(lambda bound, _: bound >= 0)))
     taken = table.meshes[np.unique(table.mesh_id[batch.at])]
     assert {*map(tuple, network.local.meshes(space, table.meshes))} == {*map(tuple, taken)}
     assert len(names) > 1 or len(taken) < len(table.meshes)

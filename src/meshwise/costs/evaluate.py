@@ -80,6 +80,7 @@ def evaluate_local(
     structure: LayoutChoices,
     prices: OperationPrices,
     known: Sequence[LocalBlock] | None = None,
+    memories: Sequence[LocalMemory] | None = None,
 ) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
@@ -90,10 +91,12 @@ def evaluate_local(
         prices: from `local_prices`, for this structure or for another one that splits experts alike.
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
             operations and activations are the same.
+        memories: from `evaluate_local_memory`, where they are known.
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
     passes = evaluate_passes(problem, structure, prices) if known is None else [b.passes for b in known]
-    memories = evaluate_local_memory(problem, structure, prices) if known is None else [b.memory for b in known]
+    if memories is None:
+        memories = evaluate_local_memory(problem, structure, prices) if known is None else [b.memory for b in known]
     return tuple(
         LocalBlock(own, {one.cost: one.bytes(extents) for one in b.collectives if one.local}, memory)
         for own, b, memory in zip(passes, blocks, memories, strict=True)

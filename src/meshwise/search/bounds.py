@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial, reduce
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,6 +41,8 @@ from meshwise.search.candidates import (
 from meshwise.search.floors import HeldActivations, held_activations, leaner, memory_floor
 from meshwise.search.network import FEW, LocalTables, Recent, RowTable, SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
+
+T = TypeVar("T")
 
 #: Candidates evaluated at a time: arrays stay in the cache.
 CHUNK = 8192
@@ -134,7 +137,8 @@ class Bounds:
         self._keys = {own: np.flatnonzero(v.applies(lambda axis: table.axis(axis, first))) for own, v in plain.items()}
         self.keys = [self._keys[_all_remats(v)] for v in network.variants]  # where each compute variant applies
         self.num_sizes = np.size(table.sizes.micro_batch)
-        self._known = RowTable(self._evaluate)  # of a compute variant with a size
+        # Of a compute variant with a size.
+        self._sums_of, self._held = RowTable(self._evaluate_sums), RowTable(self._evaluate_held)
         self.ideal = IdealWires(
             network.fabric,
             {f.name: getattr(table.sizes, f.name) for f in fields(table.sizes) if f.name != "micro_batch"},
@@ -142,28 +146,39 @@ class Bounds:
         )
 
     def rows_of(self, variant: Index, size: Index) -> Index:
-        """Rows of `activations` and `held` of sizes under compute variants."""
-        return self._known.rows(variant * self.num_sizes + size)
+        """Rows of `activations` of sizes under compute variants."""
+        return self._sums_of.rows(self.numbers(self._sums_of, variant, size, self.num_sizes))
 
-    def _evaluate(self, numbers: Index) -> tuple[Mapping[str, RoleSums], HeldActivations]:
-        """Sums of one microbatch on ideal links, and what is held, of some sizes of each compute variant."""
+    @staticmethod
+    def numbers(table: RowTable[T], kind: Index, entry: Index, most: int) -> Index:
+        """Numbers in a table of entries, `most` of each kind; where these are few, all of a kind are made at once."""
+        numbers = kind * most + entry
+        if most <= FEW and len(new := np.flatnonzero(np.bincount(kind[~table.which(numbers)]))):
+            table.rows((new[:, None] * most + np.arange(most)).ravel())
+        return numbers
+
+    def _evaluate_sums(self, numbers: Index) -> Mapping[str, RoleSums]:
+        """Sums of one microbatch on ideal links, of some sizes of each compute variant."""
+        return self._evaluate(numbers, lambda v, sizes: self.mixed(v, partial(self._ideal_sums, sizes)))
+
+    def _evaluate_held(self, numbers: Index) -> HeldActivations:
+        """What activations of one microbatch hold, likewise."""
+        return self._evaluate(numbers, self._held_under)
+
+    def _evaluate(self, numbers: Index, of: Callable[[ComputeVariant, Index], T]) -> T:
         found, lengths = [], []
         variant, size = np.divmod(numbers, self.num_sizes)
-        every = np.unique(size)
         for v in np.unique(variant):
-            own, mine = self.network.variants[v], size[variant == v]
-            # Where sizes are few, all variants ask for the same: then they share prices, and parts of mixes.
-            sizes = every if len(every) <= FEW else mine
-            both = self.mixed(own, partial(self._ideal_sums, sizes)), self._held_under(own, sizes)
-            found.append(both if len(mine) == len(sizes) else take(both, np.searchsorted(sizes, mine)))
+            mine = size[variant == v]
+            found.append(of(self.network.variants[v], mine))
             lengths.append(len(mine))
-        whole: tuple[Mapping[str, RoleSums], HeldActivations] = joined(found, lengths)
+        whole: T = joined(found, lengths)
         return whole
 
     @property
     def activations(self) -> Mapping[str, RoleSums]:
         """What `rows_of` worked out so far: sums of one microbatch, by role."""
-        return self._known.values[0]
+        return self._sums_of.values
 
     @cached_property
     def _busy(self) -> dict[LayoutChoices, Array]:
@@ -201,72 +216,82 @@ class Bounds:
         self,
         schedules: Sequence[int],
         below: Callable[[Array, Index], Mask],
-        most: int | None = None,
-        *,
-        plain: bool = False,
+        chosen: Callable[[Array, Index], Mask] | None = None,
     ) -> Groups:
         """All groups of some schedules whose bounds, of their keys, are `below`, smallest first; weights cost nothing.
 
         How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
-        whose activations alone do not fit are left out; so are, for a first look, all but about the best `most` of each
-        compute variant, and variants that are not `plain`.
+        whose activations alone do not fit are left out; so are, for a first look, all but those `chosen` by the seconds
+        that they compute at least.
         """
-        found, chosen, rows = list[Groups](), list[tuple[int, Index]](), 0
+        found, parts, rows = list[Groups](), list[tuple[Index, Index, Array]](), 0
         for v, keys in enumerate(self.keys):
             # No schedule is faster than all devices computing all the time.
             least = self._busy[_all_remats(self.network.variants[v])][self.size[keys]] * self.per_token[keys]
-            possible = below(least, keys) & (self.network.variants[v].plain or not plain)
-            if most is not None and most < len(least):
-                possible &= least <= np.partition(least, most)[most]
-            kept = keys[possible]
+            possible = below(least, keys)
+            kept, least = keys[possible], least[possible]
             # What is computed again counts, too: where sizes are not many, before any sends are bounded.
-            if most is None and self.num_sizes <= _SIZES:
-                new = np.flatnonzero(~self._known.which(v * self.num_sizes + self.size[kept]))
-                least = self._busy_under(np.full(len(new), v), self.size[kept[new]]) * self.per_token[kept[new]]
-                kept = np.delete(kept, new[~below(least, kept[new])])
-            chosen.append((v, kept))
-            rows += int(np.count_nonzero(np.bincount(self.size[chosen[-1][1]])))
+            if self.num_sizes <= _SIZES:
+                new = np.flatnonzero(~self._sums_of.which(v * self.num_sizes + self.size[kept]))
+                least[new] = self._busy_under(np.full(len(new), v), self.size[kept[new]]) * self.per_token[kept[new]]
+                possible = below(least, kept)
+                kept, least = kept[possible], least[possible]
+            parts.append((np.full(len(kept), v), kept, least))
+            rows += int(np.count_nonzero(np.bincount(self.size[kept])))
             if rows > _ROWS or v == len(self.keys) - 1:
-                found += self._groups_among(chosen, schedules, below)
-                chosen, rows = [], 0
+                variant, key, least = map(np.concatenate, zip(*parts, strict=True))
+                found += self._groups_among(variant, key, least, schedules, below=below, chosen=chosen)
+                parts, rows = [], 0
         return Groups.sorted_by("bound", found)
 
     def _groups_among(
-        self, chosen: Sequence[tuple[int, Index]], schedules: Sequence[int], below: Callable[[Array, Index], Mask]
+        self,
+        variant: Index,
+        key: Index,
+        least: Array,
+        schedules: Sequence[int],
+        *,
+        below: Callable[[Array, Index], Mask],
+        chosen: Callable[[Array, Index], Mask] | None,
     ) -> list[Groups]:
-        """Groups among some keys of some compute variants; what their bounds are made of is kept for these alone."""
-        variant = np.concatenate([np.full(len(keys), v) for v, keys in chosen])
-        key = np.concatenate([k for _, k in chosen])
-        before = self._known.numbers()
+        """Groups among some keys of compute variants; what their bounds are made of is kept for these alone."""
+        fitting = list(self._fitting(variant, key, schedules, self.network.capacity))
+        fits = np.zeros(len(key), bool)
+        for _, mine, _ in fitting:
+            fits[mine] = True
+        if chosen is not None:
+            fits[np.flatnonzero(fits)] = chosen(least[fits], key[fits])
+        before, some = self._sums_of.numbers(), np.flatnonzero(fits)
         for begin in range(0, self.num_sizes, _SIZES):
-            some = np.flatnonzero((self.size[key] >= begin) & (self.size[key] < begin + _SIZES))
-            self.rows_of(variant[some], self.size[key[some]])
-        at = self.rows_of(variant, self.size[key])
+            each = some[(self.size[key[some]] >= begin) & (self.size[key[some]] < begin + _SIZES)]
+            self.rows_of(variant[each], self.size[key[each]])
+        at = self.rows_of(variant[some], self.size[key[some]])
         sums = self.activations.values() if len(at) else ()
         busy: Num = sum(own.terms[name] for own in sums for name in COMPUTE_TERMS)
-        least = (1 - 1e-12) * np.broadcast_to(take(busy, at), len(at)) * self.per_token[key]
-        kept = np.flatnonzero(below(least, key))
-        variant, key = variant[kept], key[kept]
+        computed = (1 - 1e-12) * np.broadcast_to(take(busy, at), len(at)) * self.per_token[key[some]]
+        fits[some] = below(computed, key[some])
         found: list[Groups] = []
-        for begin in range(0, len(key), _KEYS):
-            part = slice(begin, begin + _KEYS)
-            found += self._groups_of(variant[part], key[part], schedules, below)
-        if len(self._known) > _ROWS:
-            self._known.keep(np.concatenate([before, *(g.variant * self.num_sizes + self.size[g.key] for g in found)]))
+        for s, mine, floors in fitting:
+            kept = np.flatnonzero(fits[mine])
+            for begin in range(0, len(kept), _KEYS):
+                of = mine[part := kept[begin : begin + _KEYS]]
+                found.append(self._groups_of(variant[of], key[of], s, floors[part], below))
+        if len(self._sums_of) > _ROWS:
+            numbers = (g.variant * self.num_sizes + self.size[g.key] for g in found)
+            self._sums_of.keep(np.concatenate([before, *numbers]))
+        if len(self._held) > _ROWS:
+            self._held.keep(np.zeros(0, int))
         return found
 
     def _groups_of(
-        self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array, Index], Mask]
-    ) -> Iterator[Groups]:
-        for s, mine, floors in self._fitting(variant, key, schedules, self.network.capacity):
-            row = self.rows_of(variant[mine], self.size[key[mine]])
-            own = {role: sums.at(row) for role, sums in self.activations.items()}
-            seconds = self.makespan(own, s, key[mine])
-            # The terms of a step are added up in another order: never above it for a last bit.
-            bound = np.asarray((1 - 1e-12) * seconds / self.tokens[key[mine]])
-            kept = np.flatnonzero(below(bound, key[mine]))
-            of = mine[kept]
-            yield Groups(bound[kept], floors[kept], key[of], variant[of], np.full(len(of), s))
+        self, variant: Index, key: Index, s: int, floors: Array, below: Callable[[Array, Index], Mask]
+    ) -> Groups:
+        row = self.rows_of(variant, self.size[key])
+        seconds = self.makespan({role: sums.at(row) for role, sums in self.activations.items()}, s, key)
+        # The terms of a step are added up in another order: never above it for a last bit.
+        bound = np.asarray((1 - 1e-12) * seconds / self.tokens[key])
+        kept = np.flatnonzero(below(bound, key))
+        return Groups(bound[kept], floors[kept], key[kept], variant[kept], np.full(len(kept), s))
 
     def _fitting(
         self, variant: Index, key: Index, schedules: Sequence[int], capacity: float
@@ -281,8 +306,7 @@ class Bounds:
 
     def _floor(self, s: int, variant: Index, key: Index, state: Mapping[str, Array] | None = None) -> Array:
         """Bytes that the fullest chip holds at least under a schedule."""
-        rows = self.rows_of(variant, self.size[key])
-        held = take(self._known.values[1], rows)
+        held = self._held(self.numbers(self._held, variant, self.size[key], self.num_sizes))
         ends, hbm = take(self.pipeline(s)[2], self.pipe[key]), self.problem.cluster.chip.hbm_usable
         away = any("activations" in saving.offload for saving in self.network.savings)
         return np.broadcast_to(memory_floor(held, ends, hbm, offloaded=away, state=state), len(key))
@@ -311,8 +335,8 @@ class Bounds:
             of = self._fitting(np.full(len(key), v), key, schedules, math.inf)
             found = (Groups(np.zeros(len(m)), f, key[m], np.full(len(m), v), np.full(len(m), s)) for s, m, f in of)
             yield Groups.sorted_by("memory", found)
-            if len(self._known) > _ROWS:
-                self._known.keep(np.zeros(0, int))
+            if len(self._held) > _ROWS:
+                self._held.keep(np.zeros(0, int))
 
     def examined(self, schedules: Sequence[int]) -> int:
         """Layouts that `groups` of some schedules bounds: every member of every key in all its choices."""
@@ -324,7 +348,10 @@ class Bounds:
         return sum(total[_all_remats(v)] for v in self.network.variants)
 
     def members_of(self, groups: Groups) -> CandidateBatch:
-        """All candidates of groups: every member of each with all choices that mean something there."""
+        """All candidates of groups, whether a tool takes them or not.
+
+        They are every member of each with all choices that mean something there.
+        """
         network, found = self.network, [CandidateBatch.none()]
         group, offset = expanded(self.number[groups.key])
         at = self.members[self.begins[groups.key][group] + offset]
@@ -334,8 +361,7 @@ class Bounds:
             kept = np.flatnonzero(plainest.differs(stored, axes.__getitem__))
             own = group[kept]
             choices = groups.variant[own] * len(plainest.stored) + c
-            batch = CandidateBatch.of(at[kept], choices, groups.schedule[own], groups.bound[own])
-            found.append(batch.where(network.runs(choices, batch.schedule, batch.at)))
+            found.append(CandidateBatch.of(at[kept], choices, groups.schedule[own], groups.bound[own]))
         return CandidateBatch.joined(found)
 
     def memory_floor(self, batch: CandidateBatch) -> Array:
@@ -386,7 +412,8 @@ class Bounds:
         parts = []
         for remat, share in self._remats(variant).items():
             choices = _all_remats(variant, remat)
-            for b, held in zip(self.problem.lowered.training(choices), self.network.held(choices, sizes), strict=True):
+            each_held = self.network.memory(choices, "whole", sizes)
+            for b, held in zip(self.problem.lowered.training(choices), each_held, strict=True):
                 if b.role == "head":
                     each = (self.network.head(choices, loss, sizes, held) for loss in self.network.losses)
                     held = reduce(leaner, each)  # noqa: PLW2901 -- what the head holds with the leanest loss

@@ -99,6 +99,7 @@ class CandidateBatch(Columns):
         choices, schedule, saving: which of the layout choices, of the pipeline's variants, and of what saves memory.
         bound: lower bound of the seconds per token.
         memory: bytes per chip.
+        placed: whether the bound is of its best placement.
     """
 
     at: Index
@@ -107,17 +108,19 @@ class CandidateBatch(Columns):
     saving: Index
     bound: Array
     memory: Array
+    placed: Mask
 
     @classmethod
     def none(cls) -> CandidateBatch:
         """Without a candidate."""
         index, number = np.zeros(0, int), np.zeros(0)
-        return cls(index, index, index, index, number, number)
+        return cls(index, index, index, index, number, number, np.zeros(0, bool))
 
     @classmethod
     def of(cls, at: Index, choices: Index, schedule: Index, bound: Array) -> CandidateBatch:
         """Candidates that save nothing and whose memory is not known yet."""
-        return cls(at, choices, schedule, np.zeros(len(at), int), bound, np.zeros(len(at)))
+        number = len(at)
+        return cls(at, choices, schedule, np.zeros(number, int), bound, np.zeros(number), np.zeros(number, bool))
 
     def where(self, condition: Mask) -> CandidateBatch:
         """Those for which the condition holds."""
@@ -357,11 +360,6 @@ class ComputeVariant:
     remat_layers: int | None
     stored: tuple[LayoutChoices, ...]
     asked: Choices
-
-    @property
-    def plain(self) -> bool:
-        """Whether all layers compute little again: where that fits in memory, little else is as fast."""
-        return self.own.remat in {"none", "matmuls"} and self.remat_layers is None
 
     @property
     def layout_choices(self) -> dict[str, object]:

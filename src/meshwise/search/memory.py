@@ -8,7 +8,7 @@ of them (`bounds`), or which candidates fit (`pricing`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +24,9 @@ from meshwise.search.candidates import Array, CandidateBatch, Index
 from meshwise.search.network import RowTable
 
 T = TypeVar("T")
+
+#: Rows of what devices hold that are kept, of about a kilobyte.
+_MOST_ROWS = 100_000
 
 #: The training state of one copy of each block.
 _States = tuple[Mapping[str, Num], ...]
@@ -47,34 +50,37 @@ class MemoryPrices:
         self._state_of = np.full(len(self.share), -1)  # of each of the choices that were asked for
         self._with_state: dict[tuple[tuple[int, ...], ...], int] = {}  # what a state is a sum of -> one of the choices
         self._states = RowTable(self._evaluate_states)  # of a state on a mesh
+        self._local = dict[str, RowTable[tuple[LocalMemory, ...]]]()  # loss -> of a compute variant with a size
         self._num_meshes = len(self.network.table.meshes)
 
-    def stages(self, batch: CandidateBatch, loss: str) -> tuple[StageMemory, ...]:
-        """What the devices hold that may be the fullest with a loss, of candidates sorted by their choices."""
-        partial = bool(self.partial[batch.choices].any())
-        share = self.share[batch.choices]
-        local, state = self._local(batch, loss), self._states_of(batch)
+    def stages(self, batch: CandidateBatch, loss: str) -> StageMemory:
+        """What the devices hold that may be the fullest with a loss: one of each candidate, then the next of each."""
+        mixed = bool(self.partial[batch.choices].any())
+        share = np.tile(self.share[batch.choices], self._num_ends)
+        local, state = self._local_of(batch, loss), self._states_of(batch)
         blocks, held, number = list[tuple[Part, LocalMemory]](), list[Mapping[str, Num]](), 0
         for block in self.program:
             for rest in (False, True) if block.role == "layer" else (False,):
-                if partial or not rest:
-                    copies: Num = 1.0 if block.role != "layer" or not partial else 1 - share if rest else share
+                if mixed or not rest:
+                    copies: Num = 1.0 if block.role != "layer" or not mixed else 1 - share if rest else share
                     blocks.append((Part(block, copies, rest), local[number]))
                     held.append(state[number])
                 number += 1
-        pipe = self.bounds.pipe[self.bounds.key_of[batch.at]]
-        ends = take(self._ends, batch.schedule * len(self.bounds.stages) + pipe)
+        rows = batch.schedule * len(self.bounds.stages) + self.bounds.pipe[self.bounds.key_of[batch.at]]
+        kinds = np.arange(self._num_ends)[:, None] * (len(self.network.schedules) * len(self.bounds.stages))
+        end: End = take(self._ends, (kinds + rows).ravel())
         if self.problem.in_step:
-            mesh = self.network.table.axes(self.network.table.mesh_id[batch.at])
+            mesh = self.network.table.axes(np.tile(self.network.table.mesh_id[batch.at], self._num_ends))
             parallel = np.array([c.sequence_parallel for c in self.network.choices])[batch.choices]
-            positions = own_positions(self.problem.job.seq_len, mesh, sequence_parallel=parallel)
-            ends = tuple(end.dealt(positions, mesh["stage"]) for end in ends)
-        return tuple(stage_memory(blocks, held, end) for end in ends)
+            parallel = np.tile(parallel, self._num_ends)
+            end = end.dealt(own_positions(self.problem.job.seq_len, mesh, sequence_parallel=parallel), mesh["stage"])
+        return stage_memory(blocks, held, end)
 
-    def total(self, stages: Sequence[StageMemory], offload: tuple[str, ...], rows: int) -> Array:
+    def total(self, stages: StageMemory, offload: tuple[str, ...], rows: int) -> Array:
         """Bytes on the fullest chip with parts in the host's memory, infinite where it has too little."""
-        num_bytes = offloaded_bytes(self.problem.cluster.chip, stages, offload, self.offload_share)
-        return np.broadcast_to(num_bytes, rows)
+        num_bytes = offloaded_bytes(self.problem.cluster.chip, (stages,), offload, self.offload_share)
+        most: Array = np.broadcast_to(num_bytes, self._num_ends * rows).reshape(self._num_ends, rows).max(axis=0)
+        return most
 
     def _doubled(self, c: int, blocks: Sequence[T]) -> tuple[T, ...]:
         """Values of all blocks under one of the choices, with two of each layer."""
@@ -83,14 +89,21 @@ class MemoryPrices:
         twice = ([value] * (1 + (block.role == "layer")) for block, value in zip(self.program, blocks, strict=True))
         return tuple(value for values in twice for value in values)
 
-    def _local(self, batch: CandidateBatch, loss: str) -> tuple[LocalMemory, ...]:
+    def _local_of(self, batch: CandidateBatch, loss: str) -> tuple[LocalMemory, ...]:
+        if loss not in self._local or len(self._local[loss]) > _MOST_ROWS:
+            self._local[loss] = RowTable(partial(self._evaluate_local, loss))
+        table, variant = self._local[loss], self.network.variant_of[batch.choices]
+        sizes = self.network.table.local[batch.at]
+        rows = table.rows(self.bounds.numbers(table, variant, sizes, self.bounds.num_sizes))
+        return take(table.values, np.tile(rows, self._num_ends))  # type: ignore[no-any-return]
+
+    def _evaluate_local(self, loss: str, numbers: Index) -> tuple[LocalMemory, ...]:
         found, lengths = [], []
-        # What is stored where makes no difference to activations.
-        begins = np.unique(self.network.variant_of[batch.choices], return_index=True)[1]
-        for c, begin, end in zip(batch.choices[begins], begins, [*begins[1:], len(batch)], strict=True):
-            sizes = self.network.table.local[batch.at[begin:end]]
-            found.append(self._doubled(int(c), self.network.memory(self.network.choices[c], loss, sizes)))
-            lengths.append(int(end - begin))
+        variant, size = np.divmod(numbers, self.bounds.num_sizes)
+        for v in np.unique(variant):
+            mine, c = size[variant == v], int(np.searchsorted(self.network.variant_of, v))
+            found.append(self._doubled(c, self.network.memory(self.network.choices[c], loss, mine)))
+            lengths.append(len(mine))
         held: tuple[LocalMemory, ...] = joined(found, lengths)
         return held
 
@@ -99,7 +112,9 @@ class MemoryPrices:
             sums = self._doubled(int(c), state_sums(self.problem, self.network.choices[c]))
             self._with_state.setdefault(sums, int(c))
             self._state_of[c] = list(self._with_state).index(sums)
-        return self._states(self._state_of[batch.choices] * self._num_meshes + self.network.table.mesh_id[batch.at])
+        state, mesh = self._state_of[batch.choices], self.network.table.mesh_id[batch.at]
+        rows = self._states.rows(self.bounds.numbers(self._states, state, mesh, self._num_meshes))
+        return take(self._states.values, np.tile(rows, self._num_ends))  # type: ignore[no-any-return]
 
     def _evaluate_states(self, numbers: Index) -> _States:
         found, lengths = [], []
@@ -116,11 +131,16 @@ class MemoryPrices:
         return every
 
     @cached_property
-    def _ends(self) -> tuple[End, ...]:
-        """Devices that may be the fullest: three for each pipeline, some of them alike, schedule by schedule."""
+    def _num_ends(self) -> int:
+        """How many devices of a pipeline may be the fullest."""
+        return max(len(self.bounds.pipeline(s)[2]) for s in range(len(self.network.schedules)))
+
+    @cached_property
+    def _ends(self) -> End:
+        """Devices that may be the fullest, of each pipeline, schedule by schedule; some of a pipeline are alike."""
         found = []
-        for s in range(len(self.network.schedules)):
-            ends = self.bounds.pipeline(s)[2]
-            found.append((*ends, *(ends[0],) * (3 - len(ends))))
-        every: tuple[End, ...] = joined(found, [len(self.bounds.stages)] * len(found))
+        for number in range(self._num_ends):
+            each = (self.bounds.pipeline(s)[2] for s in range(len(self.network.schedules)))
+            found += [ends[number] if number < len(ends) else ends[0] for ends in each]
+        every: End = joined(found, [len(self.bounds.stages)] * len(found))
         return every

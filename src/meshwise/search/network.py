@@ -45,7 +45,7 @@ U = TypeVar("U")
 _Possible = tuple[tuple[ComputeVariant, ...], tuple[PipelineVariant, ...], tuple[str, ...]]
 
 #: Rows that are worked out at once where there are no more.
-FEW = 512
+FEW = 4096
 
 #: Rows of what one device does on its own that are kept, of about 700 bytes.
 _MOST_ROWS = 100_000
@@ -137,10 +137,6 @@ class SearchedNetwork:
         """What one device does, for some of the table's sizes."""
         return self.local(choices, self.sizes[sizes])
 
-    def held(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalMemory, ...]:
-        """What these blocks hold."""
-        return self.local.held(choices, self.sizes[sizes])
-
     def busy(self, choices: LayoutChoices, sizes: Index) -> Array:
         """Seconds that one device computes for a microbatch at least, for some of the table's sizes."""
         return self.local.busy(choices, self.sizes[sizes])
@@ -212,10 +208,6 @@ class LocalTables:
         """Blocks with one row for each number of sizes."""
         return self._blocks(choices)(numbers)
 
-    def held(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
-        """What these blocks hold, and no more."""
-        return self._blocks(_own(choices)).part(numbers, lambda blocks: tuple(block.memory for block in blocks))
-
     def _blocks(self, choices: LayoutChoices) -> RowTable[tuple[LocalBlock, ...]]:
         _forget(self._tables)
         if choices not in self._tables:
@@ -251,7 +243,7 @@ class LocalTables:
 
     def _evaluate_memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         if choices in self._tables and self._tables[choices].knows(numbers):
-            return self.held(choices, numbers)
+            return self._tables[choices].part(numbers, lambda blocks: tuple(block.memory for block in blocks))
         return evaluate_local_memory(self.problem, choices, self._priced(choices, numbers))
 
     def _evaluate_head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
@@ -268,7 +260,9 @@ class LocalTables:
         """What is no table's, yet: blocks with one row for each number of sizes."""
         own = _own(choices)
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
-        return evaluate_local(self.problem, choices, self._priced(choices, numbers), known)
+        of_own = self._memory.get(own)
+        memories = of_own(numbers) if known is None and of_own is not None and of_own.knows(numbers) else None
+        return evaluate_local(self.problem, choices, self._priced(choices, numbers), known, memories)
 
 
 def _own(choices: LayoutChoices) -> LayoutChoices:

@@ -14,13 +14,12 @@ import numpy as np
 
 from meshwise.search.bounds import CHUNK, Groups
 from meshwise.search.candidates import Array, CandidateBatch, Index, Mask
-from meshwise.search.network import FEW
 from meshwise.search.pricing import Priced, Pricing
 from meshwise.search.ranking import SearchState, best_of_kinds, of_first
 
-#: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
-#: so many are gone through; later rounds are larger.
-_LOOKED_AT, _GROUPS = 4096, 1024
+#: For a first look, so many keys of each kind of layout are bounded, those that compute least, and of these groups so
+#: many are gone through; later rounds are larger.
+_OF_KIND, _GROUPS = 16, 1024
 _POOL = 2048  # candidates that wait with a bound until the best of them are priced
 
 #: Candidates that are priced in the first go, so that the cut falls before the next, which are so many times as large:
@@ -28,8 +27,12 @@ _POOL = 2048  # candidates that wait with a bound until the best of them are pri
 #: at least such a share of it.
 _GO, _GROWTH, _SHARE = 64, 8, 0.25
 
-#: Candidates whose memory is asked for in the first go: what that takes hardly depends on how many they are.
-_FIT = 512
+#: Candidates whose memory is asked for in the first go, of so many layout choices: what that takes hardly depends on
+#: how many they are, but each of the choices takes time.
+_FIT, _WAYS = 512, 4
+
+#: Candidates that are so many after the first go have bounds of placements before their memory is asked for.
+_MANY = 1024
 
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 64
@@ -69,10 +72,9 @@ class NetworkSearch:
             return
         if math.isinf(self.state.ranking.cut):
             self._tell(_TABLES)
-            # Where sizes are few, variants share most of what they take, and need not be looked at together.
-            for plain in (True, False) if bounds.num_sizes <= FEW else (False,):
+            for chosen in (self._first_of_kinds, None):
                 if math.isinf(self.state.ranking.cut):
-                    self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT, plain=plain))
+                    self.look(bounds.groups(every[:1], self.matters, chosen))
         self._tell(_LOOK)
         groups = bounds.groups(every, self.matters)
         with self.state.behind.part(_BOUNDED, _RANKED if self.for_front else 1.0):
@@ -93,7 +95,7 @@ class NetworkSearch:
     def price_all(self) -> None:
         """Price every layout that may matter: so few take no longer than their bounds."""
         bounds = self.pricing.bounds
-        fitting = self._fitting(bounds.members_of(bounds.all_groups(self.matters)))
+        fitting = self._fitting(self.pricing.taken(bounds.members_of(bounds.all_groups(self.matters))))
         self.state.priced += len(fitting)
         self.expand(fitting)
         self.state.here = math.inf
@@ -131,7 +133,7 @@ class NetworkSearch:
             state.covered += priced.covered
             state.priced += len(priced.seconds)
             plain = priced.batch.saving == 0  # no other saving of a candidate is faster
-            self.pricing.least.append((self._numbers(priced.batch)[plain], priced.seconds[plain]))
+            self.pricing.least.append((self.pricing.numbers(priced.batch)[plain], priced.seconds[plain]))
             scores = np.asarray(state.score(priced.seconds, self.chips))
             kinds = self.pricing.kinds_at(priced.batch.at)
             within = np.where(priced.seconds <= self.most_seconds, scores, math.nan)  # what is over is below no cut
@@ -158,12 +160,23 @@ class NetworkSearch:
         size, ways = min(_GO, most), 1  # of the layout choices, for each takes time of its own
         while most > 0 and len(worthy := np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))):
             # The others wait on: they may be on the front.
+            if ways == 2:  # the cut has fallen: bounds of placements take less time than what they rule out
+                batch = self._bounded_when_placed(batch, worthy[~batch.placed[worthy]])
+                worthy = np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))
             chosen = worthy[: _go_of(size, len(worthy))]
             chosen = chosen[of_first(batch.choices[chosen], ways)]
             batch = self._expand_of(batch, chosen)
             most, size, ways = most - len(chosen), min(_GROWTH * size, CHUNK), 2 * ways
             self._raise_floor(batch.bound)
         self.waiting = batch
+
+    def _bounded_when_placed(self, batch: CandidateBatch, which: Index) -> CandidateBatch:
+        """The batch, best bound first, some of it with bounds of placements."""
+        if not len(which):
+            return batch
+        placed = self.pricing.raised(batch.take(which), self.matters, placed=True)
+        others = batch.take(np.delete(np.arange(len(batch)), which))
+        return CandidateBatch.joined([placed, others]).by_bound()
 
     def _leaders(self, batch: CandidateBatch) -> Index:
         """Of a batch sorted by its bounds the first of each of the first kinds that are not in the ranking yet.
@@ -186,35 +199,41 @@ class NetworkSearch:
         least = min(self.rest, float(waiting.min(initial=math.inf)))
         self.state.here = max(self.state.here, float(self.state.score(least, self.chips)))
 
+    def _first_of_kinds(self, least: Array, key: Index) -> Mask:
+        """Of each kind the few keys of least seconds."""
+        kind = self.kind_of[key]
+        order = np.lexsort((least, kind))
+        begins = np.searchsorted(kind[order], kind[order])
+        return np.asarray(np.isin(np.arange(len(key)), order[np.arange(len(key)) - begins < _OF_KIND]))
+
     def look(self, groups: Groups) -> None:
         """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
-        for part in (slice(0, _GROUPS // _GROWTH), slice(_GROUPS // _GROWTH, _GROUPS)):
-            if math.isfinite(self.state.ranking.cut):
-                break
-            known, size = self.state.infeasible, _GO
-            batch = self._bounded(groups.take(part)).by_bound()
-            self.state.infeasible = known  # they come again
+        known, begin, number = self.state.infeasible, 0, _FIT
+        every = self._possible(groups.take(slice(_GROUPS))).by_bound()
+        self.state.infeasible = known  # they come again
+        while begin < len(every) and math.isinf(self.state.ranking.cut):
+            batch, size = self.pricing.taken(every.take(slice(begin, begin + number))), _GO
+            begin, number = begin + number, _GROWTH * number
             while len(batch := batch.where(np.isinf(self.cuts(self._key(batch))))):  # of kinds that may fill it
                 go = self._leaders(batch) if size == _GO else slice(size)  # others of their kinds wait for a cut
                 self._price(chosen := batch.take(go))
-                self.looked_at = np.concatenate([self.looked_at, self._numbers(chosen)])
+                self.looked_at = np.concatenate([self.looked_at, self.pricing.numbers(chosen)])
                 self.expand_waiting(_GO)
                 batch, size = batch.take(np.delete(np.arange(len(batch)), go)), _GROWTH * size
-            self._tell()
+        self._tell()
 
-    def _numbers(self, batch: CandidateBatch) -> Index:
-        """A number for each candidate of the network."""
-        network = self.network
-        return (batch.at * len(network.choices) + batch.choices) * len(network.schedules) + batch.schedule
-
-    def _bounded(self, groups: Groups) -> CandidateBatch:
+    def _possible(self, groups: Groups) -> CandidateBatch:
         """Candidates of groups that may fit, with their bounds; without those that the first look has priced."""
         batch = self.members_of(groups)
         if len(self.looked_at):
-            batch = batch.where(~np.isin(self._numbers(batch), self.looked_at))
+            batch = batch.where(~np.isin(self.pricing.numbers(batch), self.looked_at))
         possible = self.pricing.possible(batch)
         self.state.infeasible += len(batch) - len(possible)
-        return self.pricing.raised(possible, self.matters, first=math.isinf(self.state.ranking.cut))
+        return self.pricing.raised(possible, self.matters)
+
+    def _bounded(self, groups: Groups) -> CandidateBatch:
+        """Those of them that some tool takes, which is asked of few where the cut is known."""
+        return self.pricing.taken(self._possible(groups))
 
     def members_of(self, groups: Groups) -> CandidateBatch:
         """The candidates of groups."""
@@ -259,10 +278,12 @@ class NetworkSearch:
 
         Nothing but these and those that wait is bounded below `beyond`.
         """
-        batch, size = self._mattering(batch.by_bound()), _FIT
+        batch, size, ways = self._mattering(batch.by_bound()), _FIT, _WAYS
         go = self._leaders(batch)
         while len(batch := self._mattering(batch)):
-            go = go if len(go) else np.arange(_go_of(size, len(batch)))
+            if not len(go):
+                go = np.arange(_go_of(size, len(batch)))
+                go, ways = go[of_first(batch.choices[go], ways)], 4 * ways
             self.state.priced += len(fitting := self._fitting(batch.take(go)))
             self.waiting = CandidateBatch.joined([self.waiting, self._mattering(fitting)])
             batch = batch.take(np.delete(np.arange(len(batch)), go))
@@ -271,6 +292,9 @@ class NetworkSearch:
             if len(batch):
                 self.expand_waiting(len(go))
                 self._tell()
+                batch = self._mattering(batch)
+                if len(batch) > _MANY and not batch.placed.all():
+                    batch = self._bounded_when_placed(batch, np.flatnonzero(~batch.placed))
             go, size = go[:0], min(_GROWTH * size, CHUNK)
 
     def fitting(self, batch: CandidateBatch) -> tuple[CandidateBatch, float]:
@@ -299,7 +323,8 @@ class NetworkSearch:
             if not len(groups):
                 break
             # Memory needs no wires: what it rules out need not be bounded.
-            possible = self._undominated(self._fitting(pricing.bounds.members_of(groups.take(slice(0, size)))))
+            members = pricing.taken(pricing.bounds.members_of(groups.take(slice(0, size))))
+            possible = self._undominated(self._fitting(members))
             self.state.priced += len(possible)
             left = self._undominated(pricing.bounded(possible))
             begin, size, rounds = size, 2 * size, rounds + 1

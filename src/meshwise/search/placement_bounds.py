@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,15 +185,31 @@ class PlacementBounds:
             rows = self.bounds.rows_of(variant, size)
             return self.bounds.activations, rows
         alike = self.mappings.alike[mapping].astype(int)
-        first, index = distinct([variant, size, alike])  # in the order of the variants
-        found, lengths = [], []
-        for v in np.unique(variant):
-            own = first[variant[first] == v]
-            variant_of = self.network.variants[v]
-            prices = self.bounds.prices(variant_of.own, self.mappings.links(mapping[own]))
-            found.append(self.bounds.mixed(variant_of, partial(self.bounds.sums, size[own], prices)))
-            lengths.append(len(own))
-        return joined(found, lengths), index
+        variants, which = np.unique(variant, return_inverse=True)
+        first, entry = distinct([size, alike])
+        if len(first) > CHUNK and len(variants) > 1:
+            mine = [np.flatnonzero(which == k) for k in range(len(variants))]
+            each = [self._activations(variant[own], size[own], mapping[own]) for own in mine]
+            lengths = [int(at.max()) + 1 for _, at in each]
+            index = np.zeros(len(variant), int)
+            for own, (_, at), begin in zip(mine, each, np.cumsum(lengths) - lengths, strict=True):
+                index[own] = begin + at
+            return joined([found for found, _ in each], lengths), index
+        # Each variant for what any has: so those that differ in remat alone share prices, and parts of mixes.
+        sizes, links = size[first], self.mappings.links(mapping[first])
+        prices = dict[LayoutChoices, CollectivePrices]()
+        known = dict[LayoutChoices, Mapping[str, RoleSums]]()
+
+        def sums(choices: LayoutChoices) -> Mapping[str, RoleSums]:
+            if choices not in known:
+                shared = replace(choices, remat="none")
+                if shared not in prices:
+                    prices[shared] = self.bounds.prices(choices, links)
+                known[choices] = self.bounds.sums(sizes, prices[shared], choices)
+            return known[choices]
+
+        found = [self.bounds.mixed(self.network.variants[v], sums) for v in variants]
+        return joined(found, [len(first)] * len(found)), which * len(first) + entry
 
     def _evaluate_traffic(self, choices: LayoutChoices, mapping: Index) -> dict[str, WeightTraffic]:
         problem = self.bounds.problem

@@ -34,10 +34,6 @@ from meshwise.sharding.placed import Purpose
 Group = tuple[str, ...]
 
 
-#: Axes of a torus on which placements are too many to be bounded: prices take less time.
-_MANY_AXES = 3
-
-
 @dataclass(frozen=True)
 class Priced:
     """Complete layouts that were priced in full.
@@ -67,15 +63,13 @@ class Pricing:
         self.network, self.problem, self.table, self.tick = network, network.problem, network.table, tick
         self.bounds = Bounds(network)
         self.memory = MemoryPrices(self.bounds)
-        mappings: list[IdealMapping | Placements] = [IdealMapping(network.ideal)]
-        self.torus = sum(d.torus for d in network.fabric.dimensions)
-        if self.torus < _MANY_AXES:
-            mappings.append(Placements(network.fabric, self.table, self.problem.routing))
+        mappings = IdealMapping(network.ideal), Placements(network.fabric, self.table, self.problem.routing)
         self.placement_bounds = [PlacementBounds(self.bounds, m) for m in mappings]
         self.groups_of: dict[LayoutChoices, tuple[tuple[Group, ...], tuple[tuple[Group, Group], ...]]] = {}
         self.worthy: dict[tuple[object, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
-        self.least: list[tuple[Index, Array]] = []  # numbers of candidates that were priced, and seconds of a placement
+        # Numbers of candidates, with seconds of a placement that was priced, and with seconds that none undercuts.
+        self.least, self.bounded_at = list[tuple[Index, Array]](), list[tuple[Index, Array]]()
 
     @cached_property
     def kinds(self) -> tuple[dict[tuple[int, ...], int], Index]:
@@ -100,7 +94,7 @@ class Pricing:
             self.tick()
             begin, size = 0, max(CHUNK // 32, 1)
             while begin < len(groups) and groups.memory[begin] < least and (exact or math.isinf(least)):
-                batch = self.bounds.members_of(groups.take(slice(begin, begin + size)))
+                batch = self.taken(self.bounds.members_of(groups.take(slice(begin, begin + size))))
                 begin, size = begin + size, min(4 * size, CHUNK)
                 floors = self.bounds.memory_floor(batch)
                 order, at, go = np.argsort(floors, kind="stable"), 0, max(CHUNK // 32, 1)
@@ -111,21 +105,31 @@ class Pricing:
                 break
         return least
 
+    def numbers(self, batch: CandidateBatch) -> Index:
+        """A number for each candidate of the network."""
+        network = self.network
+        return (batch.at * len(network.choices) + batch.choices) * len(network.schedules) + batch.schedule
+
+    def taken(self, batch: CandidateBatch) -> CandidateBatch:
+        """The candidates that some tool takes, with whatever saves memory."""
+        return batch.where(self.network.runs(batch.choices, batch.schedule, batch.at))
+
     def possible(self, batch: CandidateBatch) -> CandidateBatch:
         """The candidates that may fit."""
         return batch.where(self.bounds.memory_floor(batch) <= self.network.capacity)
 
     def raised(
-        self, batch: CandidateBatch, below: Callable[[Array, Index], Mask], *, first: bool = False
+        self, batch: CandidateBatch, below: Callable[[Array, Index], Mask], *, placed: bool = False
     ) -> CandidateBatch:
         """The candidates whose bounds are `below`, with bounds that count their weight traffic on the best mapping.
 
-        For a `first` look on a torus placements, which are many there, are left out: they hardly change the order.
+        That is the one onto links which no placement beats, or, `placed`, the best of all placements.
         """
-        for bounds in self.placement_bounds[: 1 if first and self.torus else 2]:
-            batch = bounds.raised(batch)
-            batch = batch.where(below(batch.bound, self.bounds.key_of[batch.at]))
-        return batch
+        batch = self.placement_bounds[placed].raised(batch)
+        if placed:
+            batch.placed = np.ones(len(batch), bool)
+            self.bounded_at.append((self.numbers(batch), batch.bound))
+        return batch.where(below(batch.bound, self.bounds.key_of[batch.at]))
 
     def fitting(self, batch: CandidateBatch, asked: Choices | None = None) -> tuple[CandidateBatch, float]:
         """The candidates that fit in memory, with their memory; and the least memory of any.
@@ -143,7 +147,7 @@ class Pricing:
         for begin in range(0, len(batch), 2 * CHUNK):
             self.tick()
             mine = batch.take(order[begin : begin + 2 * CHUNK])
-            stages: dict[str, tuple[Index, tuple[StageMemory, ...]]] = {}
+            stages: dict[str, tuple[Index, StageMemory]] = {}
             tried: list[tuple[frozenset[str], Mask]] = []
             for o, saving in enumerate(savings):
                 needed = np.ones(len(mine), bool)

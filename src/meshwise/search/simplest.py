@@ -107,14 +107,16 @@ class _Narrow(NetworkSearch):
         return self.state.ranking.members()
 
     def _slower(self) -> Index:
-        """Numbers of candidates that were priced, for whatever search, and are too slow in all their placements."""
+        """Numbers of candidates that are too slow in all their placements, by prices or bounds of whatever search."""
         none = np.zeros(0, int), np.zeros(0)
-        columns = zip(none, *self.pricing.least, strict=True)
-        numbers, seconds = (np.concatenate(column) for column in columns)
+        (numbers, seconds), (bounded, bounds) = (
+            map(np.concatenate, zip(none, *parts, strict=True))
+            for parts in (self.pricing.least, self.pricing.bounded_at)
+        )
         every, which = np.unique(numbers, return_inverse=True)
         least = np.full(len(every), math.inf)
         np.minimum.at(least, which, seconds)
-        return np.asarray(every[least > self.most_seconds], int)
+        return np.concatenate([every[least > self.most_seconds], bounded[bounds > self.most_seconds]])
 
     def members_of(self, groups: Groups) -> CandidateBatch:
         """The candidates of groups that are simple enough."""
