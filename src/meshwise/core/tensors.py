@@ -1,7 +1,7 @@
 """Named axes, operations on them, and programs: the one description of a model that everything else reads.
 
-Sizes are symbolic: an operation knows the *names* of its axes, and `flops(sizes)` works alike when a size is a float
-or a NumPy array of candidates. Not here: how anything is sharded (`sharding`) or what it costs in seconds (`costs`).
+Sizes are symbolic: an operation knows the *names* of its axes; `flops(sizes)` takes floats or arrays of candidates.
+Not here: how anything is sharded (`sharding`) or what it costs in seconds (`costs`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class Format:
     """A narrow number format whose blocks share a scale, and how a tensor is brought into it.
 
     Args:
-        dtype: of the elements.
-        scale_bytes: of the scales, per element.
+        dtype, scale_bytes: of the elements; of the scales, per element.
         reads: times the wide tensor is read (2 where its largest value must be known first).
         writes: copies that are written (2 where the backward pass needs another layout or other blocks).
     """
@@ -376,8 +375,7 @@ class Block:
         role: "embed" (first stage), "layer" (spread over the stages) or "head" (last stage).
         tied: names of weights that live in another block (a tied head) and are counted there.
         inputs, outputs: names of the activations that enter and leave.
-        idle: weights that are held and trained with the rest, though no operation of the block reads them (a vision
-            tower in a step on text, a table that layers share).
+        idle: weights held and trained though no operation of the block reads them (a vision tower, a shared table).
     """
 
     name: str
@@ -388,6 +386,9 @@ class Block:
     inputs: tuple[str, ...] = ("x",)
     outputs: tuple[str, ...] = ("x_out",)
     idle: tuple[Tensor, ...] = ()
+
+    def __hash__(self) -> int:  # of what tells nearly all apart: all tensors would be looked through each time
+        return hash((self.name, self.repeat, self.tied, self.outputs, tuple([op.name for op in self.ops])))
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -409,8 +410,7 @@ class Program:
     """Blocks in order, each with a repeat count.
 
     Args:
-        name: "train", "prefill", "decode".
-        blocks: in order of execution.
+        name, blocks: "train", "prefill" or "decode"; in order of execution.
         sizes: the model's own axis sizes (D, F, N, K, H, V, ...; `top_k` for mixtures); a job adds B, T and S.
     """
 

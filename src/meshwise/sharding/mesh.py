@@ -125,7 +125,7 @@ class Sharding:
         >>> str(Sharding.of(("B", "D"), {"B": ("X",), "F": ("Y",)}))
         '[X, ]'
         """
-        return _sharding(tuple(tuple(rules.get(axis, ())) for axis in axes), frozenset(unreduced))
+        return _sharding(tuple([tuple(rules.get(axis, ())) for axis in axes]), frozenset(unreduced))
 
     @property
     def ndim(self) -> int:
