@@ -92,7 +92,7 @@ def test_streams_that_fail_change_no_exit_code(to):
 
 def test_a_closed_pipe_loses_no_file(tmp_path):
     saved = tmp_path / "plan.json"
-    asked = [*words("estimate train"), "--save", str(saved), "--details"]
+    asked = [*words("estimate train"), "--save", str(saved), "--details", "--no-changes"]
     done = call(*asked, to="| head -0")
     assert (done.returncode, done.stderr) == (0, "")
     assert saved.exists()
