@@ -131,14 +131,15 @@ def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
     known, rules = not unknown_serving_load(problem.load), list(_rules(name))
 
     def takes(kind: str, layout: ServingLayout, prefill_batch: int, chunk: int | None) -> bool:
-        if not known or unknown_serving_layout(layout):
+        if not known:
             return False
         engine = Engine(problem, kind, layout, prefill_batch, chunk)
         for i, rule in enumerate(rules):
             if rule.refused(engine):
-                rules.insert(0, rules.pop(i))  # it refuses the next layouts, too, as a rule
+                if i:
+                    rules.insert(0, rules.pop(i))  # it refuses the next layouts, too, as a rule
                 return False
-        return True
+        return not unknown_serving_layout(layout)
 
     return ServingTool(name, takes)
 

@@ -59,6 +59,9 @@ _RATIOS = 1 << 16
 #: Pairs that are priced together.
 _TOGETHER = 1 << 17
 
+#: Of so few rows each is compared with each.
+_FEW = 256
+
 #: How often the fastest rows of each kind are asked which others they beat.
 _ROUNDS = 24
 
@@ -67,6 +70,9 @@ def undominated(*columns: Array) -> Index:
     """Rows that no other row beats or equals in every column (of equal rows the first), smaller being better."""
     left = np.lexsort(columns[::-1])
     others = np.stack(columns[1:])[:, left]  # in the first column rows ascend
+    if len(left) <= _FEW:
+        beats = np.logical_and.reduce([column[:, None] <= column for column in others])
+        return np.asarray(left[~np.triu(beats, 1).any(axis=0)])  # what beats one that beats a third beats this, too
     kept: list[int] = []
     while len(left):
         kept.append(int(left[0]))

@@ -17,7 +17,7 @@ from meshwise.search.candidates import Mask
 from meshwise.search.serving.constraints import ServingConstraints, best_of, pair_scores, ties
 from meshwise.search.serving.neighbours import Neighbour
 from meshwise.search.serving.pairs import Pairs
-from meshwise.search.serving.tables import Tables
+from meshwise.search.serving.tables import Table, Tables
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
 #: Axes that every engine has: heads and widths, and experts.
@@ -42,6 +42,12 @@ def _is_usual(layout: ServingLayout) -> bool:
     return not any(n > 1 for n in others) and not layout.sequence_parallel
 
 
+def _usual_layouts(table: Table) -> Mask:
+    """The same of all layouts of a table."""
+    others = np.any([table.sizes[a] > 1 for a in SERVING_AXES if a not in _USUAL], axis=0)
+    return np.asarray(~(others | np.array([layout.sequence_parallel for layout in table.layouts], bool)))
+
+
 def find_simplest(
     tables: Tables, constraints: ServingConstraints, pairs: Pairs, best: int, pair_up: PairUp
 ) -> Pairs | None:
@@ -56,7 +62,7 @@ def find_simplest(
     most, unusual = complexity(setup)
     limits = _limits(constraints.within, [float(c[best]) for c in pair_scores(constraints, pairs, tables)])
     axes = [np.sum([t.sizes[a] > 1 for a in SERVING_AXES], axis=0)[t.kind] for t in tables.both]
-    plain = [np.array([_is_usual(x) for x in t.layouts], bool)[t.kind] for t in tables.both]
+    plain = [_usual_layouts(t)[t.kind] for t in tables.both]
     for number in range(most + 1):
         for usual in (True, False):
             if number == most and (usual, unusual) != (True, True):
