@@ -65,18 +65,28 @@ def output_of(command: str, before: tuple[str, ...] = (), files: tuple[tuple[str
         before: commands that are run first, in the same folder: they save what it reads.
         files: name and text of what lies in the folder.
     """
+    return _run(command, before, tuple((name, text.encode()) for name, text in files))[0]
+
+
+@functools.cache
+def _run(
+    command: str, before: tuple[str, ...], files: tuple[tuple[str, bytes], ...]
+) -> tuple[str, tuple[tuple[str, bytes], ...]]:
+    """What a command says, and the files that lie in its folder after it; each of those before it runs once for all."""
+    there = _run(before[-1], before[:-1], files)[1] if before else files
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("traces").symlink_to(ROOT / "tests" / "data" / "traces")
-        for name, text in files:
-            Path(name).write_text(text, encoding="utf-8")
+        for name, data in there:
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_bytes(data)
         try:
-            for one in (*before, command):
-                said = _said(one)
+            said = _said(command)
+            left = tuple((str(p), p.read_bytes()) for p in Path().rglob("*") if p.is_file() and p.parts[0] != "traces")
         finally:
             os.chdir(here)
-    return said
+    return said, left
 
 
 def _said(command: str) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.each import each
 from tests.faults import FAULTS, read
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -211,7 +212,7 @@ def test_retired_words_are_found(name):
     assert retired_words(name)
 
 
-@pytest.mark.parametrize("fault", read(FAULTS), ids=lambda fault: fault.breaks)
+@each("fault", read(FAULTS))
 def test_faults_can_be_planted(fault):
     """Their texts stand once in the source, so that tests/faults.py can still try them all."""
     assert sum(f.text.count(fault.old) for f in files() if f.path.as_posix().endswith(fault.file)) == 1

@@ -22,6 +22,7 @@ from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import rates_of
 from meshwise.hardware import load_chip
 from meshwise.models import read_config
+from tests.each import each
 
 PATH = Path(meshwise.book.__file__).with_name("problems.csv")
 
@@ -170,6 +171,11 @@ def _matches(row, patterns):
 
 
 def answered(chapter, answers, later):
+    """A test of every row of a chapter that is not for later, with the function that answers it."""
+    return each("row, answer", answered_rows(chapter, answers, later))
+
+
+def answered_rows(chapter, answers, later):
     """Pair every row that is not for later with the function that answers it; keys are ids without the chapter.
 
     Fails when a row of the chapter is in neither table or in both, and when an entry is of no row.
@@ -180,10 +186,10 @@ def answered(chapter, answers, later):
         assert len(found) + len(put_off) == 1, f"{row.id}: answered by {found}, put off by {put_off}"
         used.update(found, put_off)
         if found:
-            cases.append(pytest.param(row, answers[found[0]], id=row.id))
+            cases.append((row, answers[found[0]]))
     unused = (set(answers) | set(later)) - used
     assert not unused, f"{chapter}: no row for {sorted(unused)}"
-    return pytest.mark.parametrize(("row", "answer"), cases)
+    return cases
 
 
 def catalog(answer):

@@ -16,6 +16,7 @@ from meshwise.cli import main as entry
 from meshwise.cli.main import COMMANDS
 from meshwise.core.errors import InfeasibleError, MissingDependencyError
 from tests.cli import endpoint
+from tests.each import each
 
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 
@@ -169,7 +170,7 @@ def warned(done):
     return [line for line in told if not re.fullmatch(r"\d+ of \d+ requests are over.*|.* \(\d+ of \d+\)", line)]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each("name", COMMANDS)
 def test_summary_in_help_is_the_commands_own(name):
     command = COMMANDS[name].load()
     assert COMMANDS[name].summary == command.get_short_help_str(limit=200)

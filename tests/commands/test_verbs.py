@@ -15,6 +15,7 @@ from meshwise.commands.plan_train import PlanTrainRequest
 from meshwise.commands.roofline import RooflineRequest
 from meshwise.commands.shard import ShardRequest
 from meshwise.core.errors import MeshwiseError
+from tests.each import each
 
 TRAIN = {"on": "v5p:4x4x4", "batch_tokens": "1Mi", "seq_len": 4096}
 REQUESTS = {
@@ -109,8 +110,8 @@ def test_the_catalogs():
     assert {"v5e", "dgx-h100", "a3-megagpu-8g"} <= set(meshwise.clusters())
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
+@each(
+    "call, message",
     [
         (lambda: meshwise.plan_train("llama-3-8c", **TRAIN), "unknown model 'llama-3-8c'"),
         (lambda: meshwise.plan_train("llama-3-8b", **{**TRAIN, "batch_tokens": "4 apples"}), "batch_tokens: unknown"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from meshwise.core.backward import backward
 from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, Op
 from meshwise.models import load_model
+from tests.each import each
 
 #: Dense, tied, biased, parallel, post-norm, windowed; mixtures with and without shared experts; latent attention.
 MODELS = [
@@ -31,7 +30,7 @@ def blocks() -> list[tuple[str, Block, dict[str, float]]]:
 
 
 CASES = blocks()
-every_block = pytest.mark.parametrize(("block", "sizes"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+every_block = each("block, sizes", [c[1:] for c in CASES])
 
 
 def einsum_flops(ops: tuple[Op, ...], sizes: dict[str, float]) -> float:

@@ -28,6 +28,7 @@ from meshwise.core.units import (
     parse_fraction,
     parse_money,
 )
+from tests.each import each
 
 #: Three significant digits are printed, so reading back is off by at most half of the third digit.
 ROUNDING = 0.5e-2
@@ -73,8 +74,8 @@ def test_sizes_scale_with_their_unit(number, unit):
             parse_bytes(f"{number!r} {unit}")
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "value"),
+@each(
+    "read, text, value",
     [
         (parse_count, "4Mi", 4194304),
         (parse_count, "4M", 4e6),
@@ -110,8 +111,8 @@ def test_what_users_write(read, text, value):
     assert read(text) == pytest.approx(value, rel=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "words"),
+@each(
+    "read, text, words",
     [
         (parse_bytes, "80", "hbm: '80' has no unit; write it as 80GB (1000-based) or 80GiB (1024-based)"),
         (parse_bytes, "80G", "hbm: '80G' is ambiguous; write 80GB (1000-based) or 80GiB (1024-based)"),

@@ -18,6 +18,7 @@ from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
 from meshwise.sharding.serving import ServingLayout
+from tests.each import each
 
 PLAIN = replace(CALIBRATIONS["none"], name="plain")
 
@@ -118,8 +119,8 @@ def test_a_simulation_takes_what_an_estimate_does():
         assert costs.step_seconds([context] * 16) == pytest.approx(e.decode.seconds.expected, rel=0.02)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("chip", ["a100-sxm-80gb", "h100-sxm", "b200-sxm", "mi300x", "l40s", "v5e"])
+@each("engine", ENGINES)
+@each("chip", ["a100-sxm-80gb", "h100-sxm", "b200-sxm", "mi300x", "l40s", "v5e"])
 def test_every_engine_on_every_family_is_no_faster_than_its_data_sheet(engine, chip):
     found = serving_calibration(load_chip(chip), engine)
     assert found.name == f"fitted+{engine}"

@@ -14,6 +14,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind
+from tests.each import each
 
 FILE = Path(__file__).parents[1] / "data" / "measured" / "collectives.csv"
 NETWORKS = {"a100-sxm-80gb": "@aws-efa-400g", "h100-sxm": "@aws-efa-3200g"}
@@ -46,7 +47,7 @@ def test_every_row_is_there():
     assert len(ONE_DOMAIN) == 20
 
 
-@pytest.mark.parametrize("key", ONE_DOMAIN, ids=" ".join)
+@each("key", ONE_DOMAIN)
 def test_in_one_nvlink_domain_from_a_kilobyte_to_gigabytes(key):
     ratios = [expected / seconds for _, seconds, expected, _ in ROWS[key]]
     assert all(0.5 < r < 1.26 for r in ratios)
@@ -71,7 +72,7 @@ def test_tpu_gathers_of_all_sizes():
     assert all(abs(expected / seconds - 1) < 0.06 for _, seconds, expected, _ in rows)
 
 
-@pytest.mark.parametrize("key", ROWS, ids=" ".join)
+@each("key", ROWS)
 def test_nothing_measured_is_faster_than_the_bound(key):
     assert all(bound <= seconds for _, seconds, _, bound in ROWS[key])
 

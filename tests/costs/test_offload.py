@@ -19,6 +19,7 @@ from meshwise.models import load_model
 from meshwise.sharding.layout import OFFLOADABLE, Layout
 from tests.costs.corpus import assume, every_case, one_of
 from tests.costs.small_problems import tiny
+from tests.each import each
 
 SUBSETS = [s for n in range(4) for s in itertools.combinations(OFFLOADABLE, n)]
 offloads = one_of(*SUBSETS)
@@ -244,11 +245,11 @@ def test_pipelines_fill_and_drain_with_their_streams():
     assert math.isclose(staged.host_memory["activations"], alone.host_memory["activations"])  # two in flight of half
 
 
-@pytest.mark.parametrize(
-    ("schedule", "virtual_stages"),
+@each(
+    "schedule, virtual_stages",
     [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1), ("dualpipe", 1), ("dualpipe-v", 1)],
 )
-@pytest.mark.parametrize("offload", SUBSETS)
+@each("offload", SUBSETS)
 def test_every_schedule_streams(schedule, virtual_stages, offload):
     sizes = {"fsdp": 4, "stage": 2, "num_microbatches": 8, "sequences": 32, "remat": "none"}
     at_home, away = (

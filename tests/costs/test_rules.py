@@ -11,6 +11,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.core.formula import Formula
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.rules import LETTERS, RULES, find_rule
+from tests.each import each
 
 C = st.floats(1e13, 1e16)
 W = st.floats(1e9, 1e12)
@@ -35,8 +36,8 @@ def matmul_time(tokens, D, F, flops_per_s, num_matrices=2):
 # The book's numbers.
 
 
-@pytest.mark.parametrize(
-    ("name", "letters", "printed"),
+@each(
+    "name, letters, printed",
     [
         ("ridge", {"C": 1.97e14, "W_hbm": 8.2e11}, 240),
         ("critical-batch", {"C": 1.97e14, "W_hbm": 8.2e11, "w": 1}, 120),

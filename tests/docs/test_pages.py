@@ -9,6 +9,7 @@ import pytest
 
 from meshwise.hardware import chips, machines, networks
 from meshwise.models import model_names
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +42,7 @@ def test_a_page_shows_what_the_commands_print(page):
     assert generate.stable(text) == generate.stable(generate.generated(page)), "stale: run python docs/generate.py"
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda p: p.name)
+@each("page", PROSE)
 def test_pages_have_examples(page):
     assert "```console\n$ meshwise " in page.read_text(encoding="utf-8")
 
@@ -114,7 +115,7 @@ def test_a_field_without_a_meaning_is_noticed(monkeypatch):
         reference.json_rows("model")
 
 
-@pytest.mark.parametrize("page", ALL, ids=lambda p: p.name)
+@each("page", ALL)
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -18,6 +18,7 @@ from meshwise.models.spec import (
     SelfAttention,
 )
 from meshwise.sharding.layout import Layout
+from tests.each import each
 from tests.exports.plans import TINY, TINY_MIXTURE, make_plan, tiny
 
 #: For every tool a plan that it can express, on 64 chips.
@@ -82,8 +83,8 @@ def said(tool, model, changes):
     return text.replace(str(plan.layout), "")
 
 
-@pytest.mark.parametrize("tool", TARGETS)
-@pytest.mark.parametrize("field", [*VARIED, *MIXTURES])
+@each("tool", TARGETS)
+@each("field", [*VARIED, *MIXTURES])
 def test_a_choice_changes_the_text_or_is_refused(tool, field):
     model = tiny({**TINY_MIXTURE, "hidden_size": 1024}) if field in MIXTURES else tiny({**TINY, "hidden_size": 1024})
     texts = [said(tool, model, changes) for changes in (VARIED | MIXTURES)[field]]
@@ -138,10 +139,8 @@ def test_a_field_of_a_job_that_nobody_answers_for_is_refused(monkeypatch):
         hand_over(plan, "jax")
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16", "mixed", "fp16", "fp32", "bf16,gradients=fp32", "fp8", "fp8-block", "int8"]
-)
-@pytest.mark.parametrize("tool", TARGETS)
+@each("precision", ["bf16", "mixed", "fp16", "fp32", "bf16,gradients=fp32", "fp8", "fp8-block", "int8"])
+@each("tool", TARGETS)
 def test_a_precision_is_said_or_refused(tool, precision):
     plan = make_plan(tiny({**TINY, "hidden_size": 1024}), precision=precision, **PLAIN[tool])
     mixed = hand_over(make_plan(tiny({**TINY, "hidden_size": 1024}), **PLAIN[tool]), tool).text

@@ -10,6 +10,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.hardware import SliceRules, load_chip, networks
+from tests.each import each
 
 SAME = [
     # chip, field, the book's number, relative tolerance of its rounding
@@ -79,7 +80,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("chip", "field", "book", "tolerance"), SAME)
+@each("chip, field, book, tolerance", SAME)
 def test_agrees_with_the_book(chip: str, field: str, book: float, tolerance: float):
     assert getattr(load_chip(chip), field) == pytest.approx(book, rel=max(tolerance, 1e-9))
 

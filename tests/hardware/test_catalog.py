@@ -11,6 +11,7 @@ import pytest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.hardware import Chip, Fabric, SliceRules, aliases, chips, load_chip, machines, networks, parse_cluster
+from tests.each import each
 
 NAMES = [
     "v2",
@@ -52,7 +53,7 @@ NAMES = [
     "mi325x",
     "mi355x",
 ]
-ALL = [pytest.param(chip, id=name) for name, chip in chips().items()]
+ALL = chips().values()
 DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-\d\d)?")
 
 
@@ -60,7 +61,7 @@ def test_catalog_holds_the_chips_that_it_should():
     assert set(chips()) == set(NAMES)
 
 
-@pytest.mark.parametrize("chip", ALL)
+@each("chip", ALL)
 def test_every_number_has_a_source_and_a_date(chip: Chip):
     fields = [
         "vector_flops_per_s",
@@ -80,7 +81,7 @@ def test_every_number_has_a_source_and_a_date(chip: Chip):
         assert chip.price_source.url.startswith("https://")
 
 
-@pytest.mark.parametrize("chip", ALL)
+@each("chip", ALL)
 def test_narrower_formats_are_never_slower(chip: Chip):
     order = [DType.FP32, DType.TF32, DType.BF16, DType.FP8, DType.FP4]
     rates = [chip.flops_per_s[dtype] for dtype in order if dtype in chip.flops_per_s]
@@ -91,7 +92,7 @@ def test_narrower_formats_are_never_slower(chip: Chip):
         assert chip.peak(dtype) >= half
 
 
-@pytest.mark.parametrize("chip", ALL)
+@each("chip", ALL)
 def test_ridge_points_are_of_dense_rates(chip: Chip):
     """bf16 FLOPs per HBM byte: 65 (TPU v2) to 561 (v6e); taking a sparse rate for a dense one would leave the range."""
     half = chip.flops_per_s.get(DType.BF16, chip.flops_per_s.get(DType.FP16))
@@ -100,7 +101,7 @@ def test_ridge_points_are_of_dense_rates(chip: Chip):
     assert (30 if chip.name == "h20-sxm" else 60) < ridge < 570
 
 
-@pytest.mark.parametrize("chip", ALL)
+@each("chip", ALL)
 def test_numbers_have_the_right_order_of_magnitude(chip: Chip):
     half = chip.flops_per_s.get(DType.BF16, chip.flops_per_s.get(DType.FP16))
     assert half is not None
@@ -119,7 +120,7 @@ def test_numbers_have_the_right_order_of_magnitude(chip: Chip):
     assert all(size & (size - 1) == 0 for size in chip.matmul_tile)
 
 
-@pytest.mark.parametrize("chip", ALL)
+@each("chip", ALL)
 def test_default_network_exists_and_takes_the_chip(chip: Chip):
     network = networks()[chip.network]
     torus = chip.vendor == "google" or chip.name == "trainium2"
@@ -133,7 +134,7 @@ def test_default_network_exists_and_takes_the_chip(chip: Chip):
     parse_cluster(f"{chip.name}:{chip.chips_per_host}")
 
 
-@pytest.mark.parametrize("name", list(networks()))
+@each("name", list(networks()))
 def test_networks_are_sourced(name: str):
     network = networks()[name]
     assert DATE.fullmatch(network.source.date)
@@ -143,7 +144,7 @@ def test_networks_are_sourced(name: str):
         assert rates == sorted(rates, reverse=True), "a level farther out is never faster per chip"
 
 
-@pytest.mark.parametrize("name", list(machines()))
+@each("name", list(machines()))
 def test_machines_resolve(name: str):
     machine = machines()[name]
     assert machine.chip in chips()

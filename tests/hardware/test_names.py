@@ -6,6 +6,7 @@ import pytest
 
 from meshwise.core.errors import ClusterError, MeshwiseError, UnknownNameError
 from meshwise.hardware import Torus, Tree, parse_cluster
+from tests.each import each
 
 DESCRIBED = {
     "v5p-128": "64 x TPU v5p, 4x4x4 torus (all axes wrap), 16 hosts",
@@ -76,7 +77,7 @@ DESCRIBED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text"), DESCRIBED.items())
+@each("name, text", DESCRIBED.items())
 def test_names_resolve(name: str, text: str):
     cluster = parse_cluster(name)
     assert cluster.describe() == f"{name} -> {text}"
@@ -180,7 +181,7 @@ IMPOSSIBLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "words"), IMPOSSIBLE)
+@each("name, words", IMPOSSIBLE)
 def test_impossible_clusters_say_what_is_wrong(name: str, words: str):
     with pytest.raises(ClusterError, match=words):
         parse_cluster(name)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import ClusterError
 from meshwise.hardware import Cluster, SliceRules, Torus, TorusAxis, chips, load_chip, networks, parse_cluster
+from tests.each import each
 
 CUBED = ("v4", "v5p", "tpu7x")
 FLAT = ("v2", "v3", "v5e", "v6e")
@@ -28,9 +29,9 @@ def rules_of(chip: str) -> SliceRules:
     return rules
 
 
-@pytest.mark.parametrize("chip", CUBED)
-@pytest.mark.parametrize(
-    ("shape", "wrapping"),
+@each("chip", CUBED)
+@each(
+    "shape, wrapping",
     [
         ("4x4x4", True),
         ("4x4x8", True),

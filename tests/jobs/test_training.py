@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.jobs import OPTIMIZERS, TrainingJob, parse_optimizer
+from tests.each import each
 
 
 def job(**changes):
@@ -36,8 +37,8 @@ def test_a_sequence_may_round_the_batch_up_within_the_slack():
         job(batch_tokens="3600", seq_len="4096")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each(
+    "changes, words",
     [
         ({"batch_tokens": "0"}, "expected more than zero"),
         ({"batch_tokens": "-4"}, "batch_tokens"),

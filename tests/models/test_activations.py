@@ -8,6 +8,7 @@ import pytest
 
 from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, parse_json, read_config
+from tests.each import each
 
 ARCEE = {
     "model_type": "arcee", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -21,8 +22,8 @@ def refusal(config: dict[str, Any]) -> str:
     return str(e.value)
 
 
-@pytest.mark.parametrize("key", ["hidden_act", "hidden_activation", "activation_function", "activation_type"])
-@pytest.mark.parametrize("value", ["foo", "xielu", "prelu", "", 7, ["silu"], {"name": "silu"}])
+@each("key", ["hidden_act", "hidden_activation", "activation_function", "activation_type"])
+@each("value", ["foo", "xielu", "prelu", "", 7, ["silu"], {"name": "silu"}])
 def test_unknown_activations_are_refused_and_the_known_ones_listed(key: str, value: object) -> None:
     message = refusal({**load_model("llama-3-8b").config, "hidden_act": None, key: value})
     assert message.startswith(f"config.json: key '{key}': expected one of gelu, ")

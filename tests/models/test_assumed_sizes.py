@@ -12,6 +12,7 @@ from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, model_names, read_config
 from meshwise.models.families import FAMILIES
 from meshwise.models.families.keys import known_keys
+from tests.each import each
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
 SMALL: list[dict[str, Any]] = [json.loads(line)["config"] for line in FILE.read_text(encoding="utf-8").splitlines()]
@@ -71,7 +72,7 @@ def assumed(config: dict[str, Any]) -> str:
     return notes[0].removeprefix(start) if notes else ""
 
 
-@pytest.mark.parametrize("name", model_names())
+@each("name", model_names())
 def test_what_built_in_models_leave_open_is_noted_and_nothing_else(name: str) -> None:
     assert assumed(dict(load_model(name).config)) == LEFT_OPEN.get(name, "")
 
@@ -80,8 +81,8 @@ def small(family: str) -> dict[str, Any]:
     return next(c for c in SMALL if c["model_type"] == family)
 
 
-@pytest.mark.parametrize("family", sorted({c["model_type"] for c in SMALL}))
-@pytest.mark.parametrize("field", BASIC)
+@each("family", sorted({c["model_type"] for c in SMALL}))
+@each("field", BASIC)
 def test_basic_sizes_are_never_assumed(family: str, field: str) -> None:
     config = small(family)
     if field == "num_attention_heads" and field not in FAMILIES[family].keys:

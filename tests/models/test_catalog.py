@@ -12,9 +12,10 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.models import catalog, load_model, model_names, read_config
+from tests.each import each
 
 
-@pytest.mark.parametrize("entry", catalog(), ids=[e.name for e in catalog()])
+@each("entry", catalog())
 def test_every_name_of_a_model_finds_it_and_its_source_is_given(entry) -> None:  # type: ignore[no-untyped-def]
     model = load_model(entry.name)
     for other in (*entry.hub_names, *entry.aliases, entry.name.upper()):
@@ -35,7 +36,7 @@ with (Path(__file__).parents[1] / "data" / "models" / "catalog.csv").open(encodi
     PUBLISHED = {row["name"]: row for row in csv.DictReader(file)}
 
 
-@pytest.mark.parametrize("entry", catalog(), ids=[e.name for e in catalog()])
+@each("entry", catalog())
 def test_counts_and_context_are_the_published_ones(entry) -> None:  # type: ignore[no-untyped-def]
     """The table holds the counts, the context, and the key of the published configuration that says the context."""
     row, model = PUBLISHED[entry.name], load_model(entry.name)

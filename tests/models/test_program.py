@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from meshwise.core.kernels import CompressedAttention, IndexScores, Scan, SelectiveScan
 from meshwise.core.tensors import Attention, Block, Einsum, Kind, Program, Tensor
 from meshwise.models import load_model, model_names, read_config, read_model_json
+from tests.each import each
 
-every_model = pytest.mark.parametrize("name", model_names())
+every_model = each("name", model_names())
 
 
 @every_model

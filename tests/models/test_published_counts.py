@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.models import Model, load_model, read_config
+from tests.each import each
 
 DATA = Path(__file__).parents[1] / "data" / "models"
 
@@ -28,8 +30,8 @@ def model(row_name: str) -> Model:
     return load_model(row_name.replace("--", "/"))
 
 
-def by_name(table: list[dict[str, str]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", table, ids=[r["name"] for r in table])
+def by_name(table: list[dict[str, str]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return each("row", table)
 
 
 def test_the_tables_are_there() -> None:

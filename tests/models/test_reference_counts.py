@@ -12,6 +12,7 @@ from meshwise.core.backward import backward
 from meshwise.core.tensors import Einsum
 from meshwise.models import read_config
 from meshwise.models.families import FAMILIES
+from tests.each import each
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
 CASES: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
@@ -37,7 +38,7 @@ def test_every_family_is_covered() -> None:
     assert {c["config"]["model_type"] for c in CASES} | towered == set(FAMILIES) - UNCOVERED
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{c['config']['model_type']}-{i}" for i, c in enumerate(CASES)])
+@each("case", CASES)
 def test_parameters_flops_and_backward(case: dict[str, Any]) -> None:
     model = read_config(case["config"], name="x")
     assert model.parameters.total == case["total"]

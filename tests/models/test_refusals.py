@@ -11,6 +11,7 @@ import pytest
 from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.models import load_model, parse_json, read_config
 from meshwise.models.families import NOT_YET
+from tests.each import each
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -42,7 +43,7 @@ def refusal(config: dict[str, Any]) -> str:
     return str(e.value)
 
 
-@pytest.mark.parametrize("family", sorted(NOT_YET))
+@each("family", sorted(NOT_YET))
 def test_models_that_must_wait_are_refused_by_name(family: str) -> None:
     message = refusal({"model_type": family, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100})
     assert "supported yet" in message
@@ -56,8 +57,8 @@ def test_the_plain_configuration_is_accepted() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
+@each(
+    "change, words",
     [
         ({"hidden_size": -64}, ["'hidden_size': expected more than 0, found -64"]),
         ({"hidden_size": 0}, ["'hidden_size': expected more than 0, found 0"]),
@@ -83,7 +84,6 @@ def test_the_plain_configuration_is_accepted() -> None:
         ({"model_type": 7}, ["'model_type'", "found 7"]),
         ({"model_type": "kimi_linear"}, ["model_type 'kimi_linear'", "not supported yet", "linear-attention"]),
     ],
-    ids=lambda v: next(iter(v.items())).__repr__() if isinstance(v, dict) else "",
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], words: list[str]) -> None:
     message = refusal({**LLAMA, **change})

@@ -13,6 +13,7 @@ from meshwise.core.errors import ConfigError
 from meshwise.core.tensors import Kind
 from meshwise.models import load_model
 from meshwise.models.catalog import model_names
+from tests.each import each
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "kv_cache.csv"
 ROWS = list(csv.DictReader(FILE.read_text(encoding="utf-8").splitlines()))
@@ -37,15 +38,15 @@ def elements(program, *, positions, fixed=False):
     return total
 
 
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("step", ["prefill", "decode"])
+@each("name", SERVED)
+@each("step", ["prefill", "decode"])
 def test_every_model_has_its_weights_in_every_step(name, step):
     model = load_model(name)
     for spread in (False, True):
         assert model.serving_program(step, spread_norms=spread).parameters() == model.parameters.total
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+@each("row", ROWS)
 def test_a_token_leaves_in_the_caches_what_is_published(row):
     model = load_model(row["name"])
     published = int(row["bytes_per_token_all_if_no_window_bf16"])

@@ -11,12 +11,13 @@ import pytest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, read_config
+from tests.each import each
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_towers.jsonl"
 CASES: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{c['config']['model_type']}-{i}" for i, c in enumerate(CASES)])
+@each("case", CASES)
 def test_small_random_models_count_as_the_reference_counts_them(case: dict[str, Any]) -> None:
     model = read_config(case["config"], name="x")
     assert model.parameters.total == case["total"]

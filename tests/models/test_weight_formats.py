@@ -20,6 +20,7 @@ from meshwise.jobs.serving_precision import quantised
 from meshwise.models import load_model, read_config
 from meshwise.models.families import reader
 from meshwise.sharding.serving import parse_serving_layout
+from tests.each import each
 
 
 def mixed(**formats: int) -> dict[str, Any]:
@@ -34,8 +35,8 @@ def tensors(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
 
 
-@pytest.mark.parametrize(
-    ("quantization", "dtype"),
+@each(
+    "quantization, dtype",
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
@@ -63,7 +64,7 @@ def tensors(**weights: Any) -> dict[str, Any]:
         (tensors(num_bits=4, type="int"), "int4"),
     ],
 )
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-vl-8b"])
+@each("name", ["llama-3-8b", "qwen3-vl-8b"])
 def test_the_format_is_read_and_the_count_stays(name: str, quantization: dict[str, Any], dtype: str) -> None:
     plain = load_model(name)
     quantized = read_config({**plain.config, "quantization_config": quantization}, name="x")

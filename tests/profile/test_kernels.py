@@ -7,6 +7,7 @@ from meshwise.profile import profile_traces
 from meshwise.profile.kinds import collective_kind, kernel_activity, kernel_category
 from meshwise.profile.optimes import OpTime, roofline_of
 from meshwise.profile.trace import Activity, Device, Marker, OpKind, StreamBuilder, Trace
+from tests.each import each
 
 #: Category -> kernels, as profilers write them (template arguments shortened).
 KERNELS = {
@@ -268,7 +269,7 @@ def named(table):
     return [(kind, line.strip()) for kind, lines in table.items() for line in lines.strip().splitlines()]
 
 
-@pytest.mark.parametrize(("category", "kernel"), named(KERNELS))
+@each("category, kernel", named(KERNELS))
 def test_what_a_kernel_computes(category, kernel):
     assert kernel_activity(kernel, "kernel") == Activity.COMPUTE
     assert kernel_category(kernel) == category
@@ -279,7 +280,7 @@ def test_what_was_launched(parent, kernel, category):
     assert kernel_category(kernel, parent) == category
 
 
-@pytest.mark.parametrize(("kind", "kernel"), named(COLLECTIVES))
+@each("kind, kernel", named(COLLECTIVES))
 def test_what_a_kernel_sends(kind, kernel):
     assert kernel_activity(kernel, "kernel") == Activity.COLLECTIVE
     assert collective_kind(kernel) == kind

@@ -6,6 +6,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.models import load_model
 from meshwise.scoring import TrainingRun
 from meshwise.scoring.recompute import read_recompute
+from tests.each import each
 
 BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
         "measured_value": 2.0, "unit": "s", "chip": "h100-sxm"}  # fmt: skip
@@ -20,8 +21,8 @@ def read(words, model="llama-3-8b", **cells):
     return choices, notes
 
 
-@pytest.mark.parametrize(
-    ("words", "remat"),
+@each(
+    "words, remat",
     [
         ("selective (config default)", "recompute:core_attn"),
         ("selective", "recompute:core_attn"),

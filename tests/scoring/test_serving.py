@@ -22,6 +22,7 @@ from meshwise.scoring import (
 )
 from meshwise.scoring.serving import MEASURED_MODELS, causes_of, compared, measured_number
 from meshwise.scoring.serving_scenario import build_serving_scenario
+from tests.each import each
 
 BASE = {
     "id": "a", "chip": "h100-sxm", "model": "llama-3.1-8b", "n_chips": "2", "tp": "2", "engine": "ours",
@@ -196,8 +197,8 @@ def test_formats(cells, precision):
     assert build_serving_scenario(row(**cells), "operations").problem.load.precision == precision
 
 
-@pytest.mark.parametrize(
-    ("cells", "reason"),
+@each(
+    "cells, reason",
     [
         ({"measured_value": "0.001"}, "faster than the chips' data sheets allow"),
         ({"measured_metric": "ttft", "phase": "prefill (includes queueing)"}, "how requests came"),

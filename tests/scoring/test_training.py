@@ -8,6 +8,7 @@ from meshwise.scoring.formats import precision_of
 from meshwise.scoring.rows import convention_flops, measured_bytes, measured_seconds
 from meshwise.scoring.scenario import cluster_of, model_of, node_bandwidth
 from meshwise.scoring.training import build_scenario
+from tests.each import each
 
 RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
@@ -214,8 +215,8 @@ def test_mfu_of_maxtext_agrees_with_its_tflops():
     assert measured_seconds(RUNS["T-maxtext-0006"], model) == pytest.approx(seconds, rel=0.002)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each(
+    "changes, words",
     [
         ({"chip": ""}, "chip is blank"),
         ({"chip": "h100"}, None),

@@ -9,6 +9,7 @@ from meshwise.scoring.formats import precision_of
 from meshwise.scoring.rows import parse_mode
 from meshwise.scoring.scenario import node_bandwidth
 from meshwise.scoring.training import build_scenario
+from tests.each import each
 
 BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
         "measured_value": 20.0, "unit": "s", "chip": "h100-sxm", "model": "llama-3-8b"}  # fmt: skip
@@ -47,8 +48,8 @@ def test_weights_that_stay_gathered_are_zero_2(words):
     assert build_scenario(run(fsdp_or_zero_stage="FSDP2, re-shard after forward")).layout.sizes["fsdp"] == 8
 
 
-@pytest.mark.parametrize(
-    ("words", "data", "fsdp", "zero"),
+@each(
+    "words, data, fsdp, zero",
     [
         ("HSDP 2x4", 2, 4, 1),
         ("HSDP, shard degree 4", 2, 4, 1),
@@ -207,8 +208,8 @@ def test_recipes_of_formats(cells, precision):
     assert precision_of(run(**cells))[0] == precision
 
 
-@pytest.mark.parametrize(
-    ("cells", "field", "value"),
+@each(
+    "cells, field, value",
     [
         ({"overlap": "tensor off"}, "collective_matmul", False),
         ({"notes": "tp_comm_overlap=False"}, "collective_matmul", False),
@@ -386,8 +387,8 @@ def test_what_software_of_a_year_was(cells, calibration):
     assert build_scenario(run(**cells)).problem.calibration.name == calibration
 
 
-@pytest.mark.parametrize(
-    ("words", "gb_per_s"),
+@each(
+    "words, gb_per_s",
     [
         ("EFA 3200 Gbps per node", 400),
         ("3.2 Tb/s InfiniBand per node", 400),

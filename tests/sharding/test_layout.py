@@ -22,6 +22,7 @@ from meshwise.sharding.layout import (
     parse_layout,
 )
 from meshwise.sharding.remat import FURTHER_POLICIES, REMAT_POLICIES
+from tests.each import each
 
 
 def read(text: str, num_chips: int = 64) -> LayoutRequest:
@@ -196,8 +197,8 @@ def test_a_layout_may_leave_chips_idle() -> None:
 # Words of errors.
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@each(
+    "text, words",
     [
         ("", "layout: expected name=value such as fsdp=64,tensor=4, found ''"),
         (" , ", "layout: expected name=value such as fsdp=64,tensor=4, found ' , '"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import NotationError, ShardingError
 from meshwise.sharding import Expression, Mesh, ShardedTensor, Sharding, parse_expression, parse_mesh, parse_tensor
+from tests.each import each
 
 MESH = Mesh.of(X=4, Y=8, data=2, tensor=4)
 
@@ -17,8 +18,8 @@ def s(*splits: str, unreduced: str = "") -> Sharding:
     return Sharding(tuple(tuple(split) for split in splits), frozenset(unreduced))
 
 
-@pytest.mark.parametrize(
-    ("text", "axes", "sharding"),
+@each(
+    "text, axes, sharding",
     [
         ("A[I, J]", ("I", "J"), s("", "")),
         ("A[I_X, J]", ("I", "J"), s("X", "")),
@@ -77,8 +78,8 @@ def caret(error: NotationError) -> str:
     return text[pointer.index("^") :]
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "at"),
+@each(
+    "text, message, at",
     [
         ("A[I_X, J_X]", "mesh axis X is used twice in one tensor", "X]"),
         ("A[I_XX, J]", "mesh axis X is used twice in one tensor", "X, J]"),

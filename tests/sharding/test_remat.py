@@ -22,6 +22,7 @@ from meshwise.sharding.remat import (
     remat_policy,
     saved_activations,
 )
+from tests.each import each
 from tests.sharding.tiny_models import BLOCKS, Shape, tiny_block
 
 POLICIES = ["none", "matmuls", "attention", "full"]
@@ -104,8 +105,8 @@ def test_gates_that_weigh_what_experts_read_do_not_travel() -> None:
     assert not {"weighed", "expert.down", "combine"} & made
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", BLOCKS)
+@each("policy", POLICIES)
+@each("name", BLOCKS)
 def test_the_backward_pass_finds_all_it_reads(name: str, policy: str) -> None:
     """Recomputation runs in order, from what is kept, weights and indices; afterwards every gradient can be had."""
     block = block_of(name)
@@ -117,15 +118,15 @@ def test_the_backward_pass_finds_all_it_reads(name: str, policy: str) -> None:
         known.add(op.output.name)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", BLOCKS)
+@each("policy", POLICIES)
+@each("name", BLOCKS)
 def test_nothing_is_kept_and_also_run_again(name: str, policy: str) -> None:
     s = saved(name, policy)
     assert not {t.name for t in s.kept} & {op.output.name for op in s.recompute}
     assert all(t.kind is Kind.ACTIVATION for t in s.kept)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@each("name", BLOCKS)
 def test_what_is_kept_from_a_policy_is_what_the_policy_keeps(name: str) -> None:
     block = block_of(name)
     makers = {op.output.name: op for op in block.ops}
@@ -200,7 +201,7 @@ def test_modules_are_the_same_in_narrow_formats() -> None:
     assert [op.name for op in recompute] == ["q", "k", "v", "rope.q", "rope.k"]
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@each("name", BLOCKS)
 def test_the_backward_pass_finds_all_it_reads_whatever_is_listed(name: str) -> None:
     block = block_of(name)
     choose = random.Random(name)  # noqa: S311 - a seed, no secret

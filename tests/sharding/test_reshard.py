@@ -13,6 +13,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
 from meshwise.sharding import Collective, CollectiveKind, Mesh, Sharding, reshard
 from meshwise.sharding.reshard import nearest, nominal_bytes_sent
+from tests.each import each
 from tests.sharding.devices import apply, apply_all, distribute, holds, random_array, random_sharding
 
 MESHES = [
@@ -34,8 +35,8 @@ def words(steps) -> list[str]:
     return [f"{c.kind} {''.join(c.mesh_axes)}" for c in steps]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "steps"),
+@each(
+    "source, target, steps",
     [
         (s("X|"), s("X|"), []),
         (s("X|"), s("|"), ["all-gather X"]),

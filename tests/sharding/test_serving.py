@@ -10,6 +10,7 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.placed import LocalOp, Transfer
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout, parse_serving_layout, serving_strategy
+from tests.each import each
 
 KINDS = {
     CollectiveKind.ALL_GATHER: "AG",
@@ -111,9 +112,9 @@ def test_latents_of_attention_are_on_every_device_of_the_tensor_axis():
     assert all("tensor" not in axes for h in placed.caches for axes in h.sharding.splits)
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v3", "jamba-v0.1", "gemma-2-9b-it", "qwen3-next-80b-a3b"])
-@pytest.mark.parametrize("split", ["heads", "batch", "sequence"])
-@pytest.mark.parametrize("wide", [False, True])
+@each("model", ["llama-3-8b", "deepseek-v3", "jamba-v0.1", "gemma-2-9b-it", "qwen3-next-80b-a3b"])
+@each("split", ["heads", "batch", "sequence"])
+@each("wide", [False, True])
 def test_splits_of_one_index_agree_in_every_operation(model, split, wide):
     """What an operation reads is split as its index space is; no mesh axis splits two indices."""
     for step in ("prefill", "decode"):

@@ -19,6 +19,7 @@ from meshwise.sharding.strategy import (
     training_strategy,
     ulysses,
 )
+from tests.each import each as every
 from tests.sharding.placed_cases import make_case
 
 AXES = {"data": 2, "fsdp": 2, "context": 2, "ulysses": 2, "expert": 2, "tensor": 2}
@@ -354,7 +355,7 @@ def test_a_mesh_axis_may_have_any_name() -> None:
     assert (fsdp("X") | tensor("Y")).stored(("F", "D"), "weights") == Sharding((("Y",), ("X",)))
 
 
-@pytest.mark.parametrize("name", model_names())
+@every("name", model_names())
 def test_nearly_all_of_a_real_model_is_shared_out(name: str) -> None:
     """What stays whole on every device of an FSDP group is vectors: less than 0.1 % of the parameters."""
     program = load_model(name).train_program()
