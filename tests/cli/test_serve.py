@@ -1,9 +1,17 @@
 """`meshwise estimate serve` and `plan serve`, end to end: what it answers, and what it says of what cannot be."""
 
+import contextlib
+import io
 import math
 import re
 
 import pytest
+
+import meshwise
+from meshwise.cli.main import main
+from meshwise.cli.output import to_text
+from meshwise.report.plan_serve import plan_serve_report
+from tests.cli.conftest import Ran
 
 SERVE = ("llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256", "--precision", "fp8")
 ESTIMATE = ("estimate", "serve", *SERVE, "--batch", "64", "--layout", "tensor=8")
@@ -33,8 +41,6 @@ def test_numbers_hang_together(run):
 
 
 def test_python_gives_what_the_command_line_says(run):
-    import meshwise  # noqa: PLC0415 -- the verb is loaded when it is asked for
-
     estimate = meshwise.estimate_serve(
         "llama-3-70b", on="h100:8", prompt=1024, output=256, batch=64, layout="tensor=8", precision="fp8"
     )
@@ -106,8 +112,16 @@ def test_encoder_decoders_are_refused(run):
 PLAN = ("plan", "serve", *SERVE, "--max-ttft", "500ms", "--max-tpot", "30ms")
 
 
-def test_the_best_plan_is_estimated_alike(run):
-    told = run(*PLAN, "--json").json
+@pytest.fixture(scope="module")
+def planned():
+    """What `PLAN --json` says."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*PLAN, "--json"]) == 0
+    return Ran(0, out.getvalue(), "").json
+
+
+def test_the_best_plan_is_estimated_alike(run, planned):
+    told = planned
     best = told["plans"][0]
     assert told["search"]["configurations"] > 1000
     assert best["tpot_s"] <= 0.03
@@ -130,16 +144,22 @@ def test_a_plan_says_why_others_lose(run):
         assert words in told.out
 
 
-def test_a_best_plan_that_answers_late_for_little_throughput_says_so(run):
-    asked = ("plan", "serve", "llama-3.1-405b", "--on", "h100:24", "--prompt", "1000", "--output", "400")
-    said = re.search(r"row 1 pays (\d+) x the TTFT of row (\d) for ([\d.]+) %", " ".join(run(*asked).out.split()))
+def test_a_best_plan_that_answers_late_for_little_throughput_says_so():
+    asked = {"on": "h100:24", "prompt": 1000, "output": 400}
+    found = meshwise.plan_serve("llama-3.1-405b", **asked)
+    said = re.search(r"row 1 pays (\d+) x the TTFT of row (\d) for ([\d.]+) %", shown(found))
     times, row, more = float(said[1]), int(said[2]), float(said[3])
-    best, *_ = plans = run(*asked, "--json").json["plans"]
-    other = plans[row - 1]
+    best, other = found.plans[0], found.plans[row - 1]
     assert times >= 3
-    assert best["ttft_s"] / other["ttft_s"] == pytest.approx(times, rel=0.05)
-    assert 100 * (best["output_tokens_per_s"] / other["output_tokens_per_s"] - 1) == pytest.approx(more, rel=0.05)
-    assert "row 1 pays" not in run(*asked, "--max-ttft", "2s").out
+    assert best.ttft.expected / other.ttft.expected == pytest.approx(times, rel=0.05)
+    assert 100 * (best.output_tokens_per_s / other.output_tokens_per_s - 1) == pytest.approx(more, rel=0.05)
+    quick = meshwise.plan_serve("llama-3.1-405b", **asked, max_ttft="2s", simulate=False)
+    assert "row 1 pays" not in shown(quick)
+
+
+def shown(found):
+    """What a terminal shows of a search, in one line."""
+    return " ".join(to_text(plan_serve_report(found, {}).renderable()).split())
 
 
 def test_an_impossible_target_says_what_is_possible(run):
@@ -197,8 +217,8 @@ def test_lengths_that_cannot_be_are_said(run, words, said):
     assert said in told.err
 
 
-def test_json_has_the_names_that_are_promised(run):
-    told = run(*PLAN, "--json").json
+def test_json_has_the_names_that_are_promised(planned):
+    told = planned
     for plan in told["plans"]:
         assert plan["prefill"]["layout"]
         assert plan["decode"]["layout"]

@@ -77,6 +77,7 @@ def collective_kind(name: str) -> str:
     return next((kind for kind, words in _KINDS if re.search(words, plain)), "collective")
 
 
+@lru_cache(maxsize=65536)
 def is_collective(kernel: str) -> bool:
     """Whether a kernel's name is that of a communication library.
 
