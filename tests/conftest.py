@@ -18,6 +18,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 #: XLA's threads on a CPU. A device that waits in a collective holds one, and devices may enter collectives that do not
 #: depend on each other in any order: with eight threads for eight devices some runs wait for each other for ever.
 os.environ["NPROC"] = "32"
+# Hundreds of processes are started: each would compile the whole package anew, and xdist's all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if FLAGS not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 

@@ -15,6 +15,7 @@ from meshwise.search.serving import ServingPlan
 from meshwise.sharding.serving import parse_serving_layout
 
 
+@functools.cache
 def make_serving_plan(model, on, layout, batch, *, prefill=None, prefill_batch=1, chunk=None, **load):
     """A plan of engines that do both, or of engines apart where `prefill` gives the layout of the others."""
     cluster = parse_cluster(on)

@@ -1,5 +1,6 @@
 """Plans for a tool: what a search finds under it can be exported to it, and what a plan is said to run in takes it."""
 
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -127,6 +128,7 @@ LOADS = {
 }
 
 
+@functools.cache
 def serving(load, **asked):
     model, on, precision = LOADS[load]
     return meshwise.plan_serve(model, on=on, prompt=1024, output=256, precision=precision, **asked)

@@ -140,16 +140,19 @@ def apply(collective: Collective, devices: Devices) -> Devices:
 
     Which dimension a step works on follows from the two shardings; what the devices hold does not.
     """
-    step = {
-        CollectiveKind.ALL_GATHER: _all_gather,
-        CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
-        CollectiveKind.ALL_REDUCE: _all_reduce,
-        CollectiveKind.ALL_TO_ALL: _all_to_all,
-        CollectiveKind.PERMUTE: _permute,
-        CollectiveKind.SLICE: _slice,
-    }[collective.kind]
-    blocks = {d: step(collective, devices.mesh, devices.blocks, d) for d in devices.blocks}
-    return Devices(devices.mesh, blocks)
+    mesh, blocks = devices.mesh, devices.blocks
+    if collective.kind in _OF_THE_GROUP:  # a group's devices make the same of the same blocks: it is made once
+        make, made = _OF_THE_GROUP[collective.kind], {}
+        for device in blocks:
+            if device not in made:
+                group = group_of(mesh, device, collective.mesh_axes)
+                made.update(dict.fromkeys(group, make(collective, [blocks[m] for m in group])))
+        if collective.kind is CollectiveKind.REDUCE_SCATTER:
+            dimension, parts = _changed(collective.after, collective.before), parts_of(mesh, collective.mesh_axes)
+            return Devices(mesh, {d: take_part(made[d], dimension, parts[d]) for d in blocks})
+        return Devices(mesh, {d: made[d] for d in blocks})
+    step = {CollectiveKind.ALL_TO_ALL: _all_to_all, CollectiveKind.PERMUTE: _permute, CollectiveKind.SLICE: _slice}
+    return Devices(mesh, {d: step[collective.kind](collective, mesh, blocks, d) for d in blocks})
 
 
 def apply_all(collectives: Sequence[Collective], devices: Devices) -> Devices:
@@ -165,18 +168,19 @@ def _changed(longer: Sharding, shorter: Sharding) -> int:
     return dimension
 
 
-def _all_gather(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
-    dimension = _changed(c.before, c.after)
-    return np.concatenate([blocks[m] for m in group_of(mesh, device, c.mesh_axes)], axis=dimension)
+def _gathered(c: Collective, blocks: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(blocks, axis=_changed(c.before, c.after))
 
 
-def _all_reduce(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
-    return sum((blocks[m] for m in group_of(mesh, device, c.mesh_axes)), np.zeros_like(blocks[device]))
+def _sum(c: Collective, blocks: Sequence[np.ndarray]) -> np.ndarray:
+    return sum(blocks, np.zeros_like(blocks[0]))
 
 
-def _reduce_scatter(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
-    total = _all_reduce(c, mesh, blocks, device)
-    return take_part(total, _changed(c.after, c.before), part_of(mesh, device, c.mesh_axes))
+_OF_THE_GROUP = {
+    CollectiveKind.ALL_GATHER: _gathered,
+    CollectiveKind.ALL_REDUCE: _sum,
+    CollectiveKind.REDUCE_SCATTER: _sum,
+}
 
 
 def _slice(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:

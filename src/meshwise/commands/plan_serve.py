@@ -219,7 +219,7 @@ def plan_serve(
     """Find the best ways to serve a load: what `meshwise plan serve` answers, as values.
 
     >>> import meshwise
-    >>> planning = meshwise.plan_serve("llama-3-8b", on="h100:8", prompt=1024, output=256, max_tpot="20ms")
+    >>> planning = meshwise.plan_serve("llama-3-8b", on="h100:1", prompt=512, output=64, max_tpot="20ms")
     >>> best = planning.plans[0]
     >>> best.fits, best.tpot.expected <= 0.02
     (True, True)
