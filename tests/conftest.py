@@ -40,7 +40,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Folders(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return nodeid.split("/")[1]
+            return nodeid.split("::")[0].split("/")[1]
 
     config.option.loadscopereorder = False
     return Folders(config, log)
