@@ -1,22 +1,37 @@
 """Serving plans as files: what is saved is estimated, simulated, and refused when it is something else."""
 
+import contextlib
+import io
 import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 import meshwise
+from meshwise.cli.main import main
 from meshwise.commands.plan_files import read_plan
 from meshwise.search.serving import ServingPlan
 
 ASKED = ("plan", "serve", "llama-3-8b", "--on", "h100:4", "--prompt", "1024", "--output", "128", "--max-batch", "32")
 
 
+@cache
+def planned(mode):
+    """What the command says and saves, for all tests of it."""
+    with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+        file = Path(folder) / "plan.json"
+        assert main([*ASKED, "--mode", mode, "--save", str(file), "--json"]) == 0
+        return out.getvalue(), file.read_text()
+
+
 @pytest.fixture(params=["aggregated", "disaggregated"])
-def saved(request, run, tmp_path):
+def saved(request, tmp_path):
+    said, text = planned(request.param)
     file = tmp_path / "plan.json"
-    told = run(*ASKED, "--mode", request.param, "--save", str(file), "--json")
-    assert told.code == 0
-    return told.json["plans"][0], file
+    file.write_text(text)
+    return json.loads(said)["plans"][0], file
 
 
 def test_a_saved_plan_is_estimated_again(saved, run):

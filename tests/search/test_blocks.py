@@ -15,9 +15,9 @@ from tests.search.test_search_exact import PROBLEMS
 
 SMALL = {
     "candidates": {"_BLOCK": 64},
-    "bounds": {"_ROWS": 40, "_SIZES": 8, "_KEYS": 32, "CHUNK": 16, "FEW": 4},
-    "network": {"_MOST_ROWS": 30, "FEW": 4},
-    "placement_bounds": {"_ROWS": 50, "_MOST_PLACEMENTS": 20, "CHUNK": 16},
+    "bounds": {"_ROWS": 120, "_SIZES": 16, "_KEYS": 64, "CHUNK": 48, "FEW": 4},
+    "network": {"_MOST_ROWS": 90, "FEW": 4},
+    "placement_bounds": {"_ROWS": 150, "_MOST_PLACEMENTS": 20, "CHUNK": 48},
     "pricing": {"CHUNK": 64},
     "network_search": {"_POOL": 64, "CHUNK": 64},
 }
