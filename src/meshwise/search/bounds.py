@@ -53,6 +53,9 @@ _ROWS = 1 << 18
 #: Sizes of one device's work that are worked out at a time.
 _SIZES = 2 * CHUNK
 
+#: Keys of a compute variant among which a first look chooses.
+_LOOKED_AT = 4096
+
 #: Keys bounded at a time: a bound is less arithmetic than a price, so what each go costs weighs more.
 _KEYS = 4 * CHUNK
 
@@ -236,6 +239,9 @@ class Bounds:
                 least[new] = self._busy_under(np.full(len(new), v), self.size[kept[new]]) * self.per_token[kept[new]]
                 possible = below(least, kept)
                 kept, least = kept[possible], least[possible]
+            if chosen is not None and len(kept) > _LOOKED_AT:  # where keys are many, those of least seconds are enough
+                best = np.argpartition(least, _LOOKED_AT)[:_LOOKED_AT]
+                kept, least = kept[best], least[best]
             parts.append((np.full(len(kept), v), kept, least))
             rows += int(np.count_nonzero(np.bincount(self.size[kept])))
             if rows > _ROWS or v == len(self.keys) - 1:
