@@ -66,7 +66,8 @@ def test_sums_are_wider_than_what_is_multiplied():
 
 def test_blocks_are_few_beside_the_rows_of_a_group():
     assert [gpu_grouped._block(8 * rows, 8) for rows in (0, 40, 64, 1000, 1024)] == [16, 32, 64, 64, 128]
-    assert [gpu_grouped._columns(width, (128, 64)) for width in (64, 96, 128, 192, 2880)] == [64, 64, 128, 64, 128]
+    assert [gpu_grouped._columns(width, (128, 64)) for width in (64, 96, 128, 192, 2880)] == [64, 64, 128, 128, 128]
+    assert [gpu_grouped._made(width, 256) for width in (200, 256, 264, 2880, 2944)] == [256, 256, 272, 2880, 2944]
 
 
 @pytest.mark.jax

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -61,7 +62,8 @@ def multiply(
     shape = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
     written = rows.shape[0] if rest else mean
     moved = ((mean, depth), rows.dtype), (matrices.shape, matrices.dtype), ((written, width), rows.dtype)
-    with says(_products(mean, (count, block), (depth, _DEPTH), (width, columns)), _num_bytes(*moved)):
+    made = pl.cdiv(depth, _DEPTH) * _DEPTH, _made(width, columns)
+    with says(_products(mean, (count, block), *made), _num_bytes(*moved)):
         return pl.pallas_call(
             partial(kernel, transposed=transposed != (major == 2)),
             grid=(pl.cdiv(width, columns), len(numbers)),
@@ -101,7 +103,8 @@ def multiply_rows(
     ends = jnp.cumsum(sizes)
     numbers = jnp.stack([ends - sizes, ends], axis=1).astype(jnp.int32)
     moved = ((mean, depth), rows.dtype), ((mean, width), others.dtype), (shape.shape, dtype)
-    with says(_products(mean, (count, _ROWS), (depth, size[0]), (width, size[1])), _num_bytes(*moved)):
+    sides = _made(depth, size[0]), _made(width, size[1])
+    with says(_products(mean, (count, _ROWS), *sides), _num_bytes(*moved)):
         made = pl.pallas_call(
             partial(_multiply_rows, ends=(depth, width), size=size, middle=major > 0),
             grid=(pl.cdiv(width, size[1]), pl.cdiv(depth, size[0]), count),
@@ -143,7 +146,17 @@ def _block(mean: int, groups: int) -> int:
 
 def _columns(width: int, sizes: tuple[int, ...]) -> int:
     """Columns that a program makes: the most of which few of the last ones would be none."""
-    return next((size for size in sizes if pl.cdiv(width, size) * size <= 1.1 * width), sizes[-1])
+    return next((size for size in sizes if size <= width and _made(width, size) <= 1.1 * width), sizes[-1])
+
+
+def _narrow(width: int, size: int) -> int:
+    """Columns that the last program makes: a power of two that holds what is left for it, at least 16."""
+    return min(size, max(pl.next_power_of_2(width % size or size), 16))
+
+
+def _made(width: int, size: int) -> int:
+    """Columns that all programs make."""
+    return (pl.cdiv(width, size) - 1) * size + _narrow(width, size)
 
 
 def blocks_of_groups(sizes: jax.Array, count: int, block: int, *, rest: bool) -> jax.Array:
@@ -164,16 +177,15 @@ def whole(x: Any) -> Any:
     return pl.BlockSpec(x.shape, lambda *_: zeros)
 
 
-def _products(mean: int, groups: tuple[int, int], *sides: tuple[int, int]) -> int:
+def _products(mean: int, groups: tuple[int, int], *sides: int) -> int:
     """FLOPs of as many rows as expected, of each group's last block half.
 
     Args:
         mean: rows of all groups.
         groups: how many, and rows of a block.
-        sides: of the matrices, each with the step in which it is gone over.
+        sides: of the matrices, as far as blocks go over them.
     """
-    rows = mean + groups[0] * (groups[1] - 1) // 2
-    return 2 * rows * math.prod(pl.cdiv(side, step) * step for side, step in sides)
+    return 2 * (mean + groups[0] * (groups[1] - 1) // 2) * math.prod(sides)
 
 
 def _num_bytes(*shapes: tuple[tuple[int, ...], Any]) -> int:
@@ -212,6 +224,15 @@ def end_beyond(size: int, step: int) -> int | None:
     return size if size % step else None
 
 
+def _sized(width: int, size: int, number: Any) -> list[tuple[Any, int, int | None]]:
+    """What a program may make of an axis: when, as how many columns, and where they end (see `end_beyond`)."""
+    narrow = _narrow(width, size)
+    if narrow == size or width < size:
+        return [(True, narrow, end_beyond(width, narrow))]
+    last = number == width // size
+    return [(~last, size, None), (last, narrow, end_beyond(width, narrow))]
+
+
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
 
@@ -231,42 +252,51 @@ def _multiply(
     block, depth, width = size
     first, last, group = numbers[0], numbers[1], numbers[2]
     column, own = pl.program_id(0) * columns, jnp.minimum(group, groups - 1)
-    of_depth, of_width = end_beyond(depth, _DEPTH), end_beyond(width, columns)
+    of_depth = end_beyond(depth, _DEPTH)
 
-    def weights(place: tuple[Any, Any], shape: tuple[int, int], ends: tuple[Any, Any]) -> jax.Array:
-        return read(w_ref, _part(place, shape, own, middle=middle), within(place, shape, ends))
+    def make(columns: int, of_width: int | None) -> None:
+        def weights(place: tuple[Any, Any], shape: tuple[int, int], ends: tuple[Any, Any]) -> jax.Array:
+            return read(w_ref, _part(place, shape, own, middle=middle), within(place, shape, ends))
 
-    def more(number: Any, total: jax.Array) -> jax.Array:
-        here = number * _DEPTH
-        own_rows = (first, here), (block, _DEPTH)
-        x = read(x_ref, _part(*own_rows), within(*own_rows, (last, of_depth)))
-        if transposed:
-            return total + _dot(x, weights((column, here), (columns, _DEPTH), (of_width, of_depth)).T)
-        return total + _dot(x, weights((here, column), (_DEPTH, columns), (of_depth, of_width)))
+        def more(number: Any, total: jax.Array) -> jax.Array:
+            here = number * _DEPTH
+            own_rows = (first, here), (block, _DEPTH)
+            x = read(x_ref, _part(*own_rows), within(*own_rows, (last, of_depth)))
+            if transposed:
+                return total + _dot(x, weights((column, here), (columns, _DEPTH), (of_width, of_depth)).T)
+            return total + _dot(x, weights((here, column), (_DEPTH, columns), (of_depth, of_width)))
 
-    some = (group < groups) & (first < last)
-    steps = jnp.where(some, jnp.int32(pl.cdiv(depth, _DEPTH)), jnp.int32(0))
-    total = jax.lax.fori_loop(0, steps, more, jnp.zeros((block, columns), jnp.float32))
-    there = (first, column), (block, columns)
-    triton.store(out.at[_part(*there)], total.astype(out.dtype), mask=within(*there, (last, of_width)))
+        some = (group < groups) & (first < last)
+        steps = jnp.where(some, jnp.int32(pl.cdiv(depth, _DEPTH)), jnp.int32(0))
+        total = jax.lax.fori_loop(0, steps, more, jnp.zeros((block, columns), jnp.float32))
+        there = (first, column), (block, columns)
+        triton.store(out.at[_part(*there)], total.astype(out.dtype), mask=within(*there, (last, of_width)))
+
+    for here, columns_here, end in _sized(width, columns, pl.program_id(0)):
+        pl.when(here)(partial(make, columns_here, end))
 
 
 def _multiply_rows(
     numbers: Any, x_ref: Any, y_ref: Any, out: Any, *, ends: tuple[int, int], size: tuple[int, int], middle: bool
 ) -> None:
     first, last = numbers[0], numbers[1]
-    places = (pl.program_id(1) * size[0], pl.program_id(0) * size[1])
-    reached = (end_beyond(ends[0], size[0]), end_beyond(ends[1], size[1]))
-
-    def more(number: Any, total: jax.Array) -> jax.Array:
-        here = first + number * _ROWS
-        x, y = (
-            read(ref, _part((here, place), (_ROWS, step)), within((here, place), (_ROWS, step), (last, end)))
-            for ref, place, step, end in zip((x_ref, y_ref), places, size, reached, strict=True)
-        )
-        return total + _dot(x.T, y)
-
+    numbers_of, group = (pl.program_id(1), pl.program_id(0)), pl.program_id(2)
+    places = numbers_of[0] * size[0], numbers_of[1] * size[1]
     steps = jax.lax.div(last - first + (_ROWS - 1), jnp.int32(_ROWS))
-    total = jax.lax.fori_loop(0, steps, more, jnp.zeros(size, jnp.float32))
-    part = out.at[_part(places, size, pl.program_id(2), middle=middle)]
-    triton.store(part, total.astype(out.dtype), mask=within(places, size, reached))
+
+    def make(size: tuple[int, int], reached: tuple[int | None, int | None]) -> None:
+        def more(number: Any, total: jax.Array) -> jax.Array:
+            here = first + number * _ROWS
+            x, y = (
+                read(ref, _part((here, place), (_ROWS, step)), within((here, place), (_ROWS, step), (last, end)))
+                for ref, place, step, end in zip((x_ref, y_ref), places, size, reached, strict=True)
+            )
+            return total + _dot(x.T, y)
+
+        total = jax.lax.fori_loop(0, steps, more, jnp.zeros(size, jnp.float32))
+        part = out.at[_part(places, size, group, middle=middle)]
+        triton.store(part, total.astype(out.dtype), mask=within(places, size, reached))
+
+    for depth, width in product(*(_sized(*axis) for axis in zip(ends, size, numbers_of, strict=True))):
+        (at_depth, rows, of_rows), (at_width, columns, of_columns) = depth, width
+        pl.when(at_depth & at_width)(partial(make, (rows, columns), (of_rows, of_columns)))
