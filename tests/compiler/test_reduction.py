@@ -13,7 +13,8 @@ from meshwise.sharding.layout import Layout
     [
         ("llama-3-70b", Layout(), (2, 4)),
         ("llama-3-70b", Layout(remat_layers=20), (4, 8)),
-        ("llama-3-70b", Layout(stage=4, num_microbatches=8), (4, 8)),
+        ("llama-3-70b", Layout(stage=4, num_microbatches=8), (8, 12)),  # several layers in each stage, as in the whole
+        ("D=64 F=128 L=6 N=2 K=2 V=256", Layout(stage=2, num_microbatches=8), (2, 4)),
         ("gemma-3-27b", Layout(), None),  # local and global layers: loops of another structure
         ("gpt-oss-120b", Layout(), None),
         ("deepseek-v3", Layout(), None),  # the first three are dense

@@ -61,9 +61,14 @@ def runs_beyond(rounds: Rounds, role: str, when: str, planned: float, *, dealt: 
     return {reason: runs for reason, runs in more.items() if runs}
 
 
-def _stored_beyond(role: str, planned: float) -> dict[str, float]:
-    """Copies of a block that a device stores, beyond those of the plan; arguments as in `runs_beyond`."""
-    return {} if role == "layer" or planned == 1 else {"every stage": 1 - planned}
+def _once_beyond(role: str, planned: float, share: float) -> dict[str, float]:
+    """Copies of a block that a device reduces or gathers once a step, beyond those of the plan.
+
+    Args:
+        role, planned: as in `runs_beyond`.
+        share: of each copy, which stages share where they all have it.
+    """
+    return {} if role == "layer" or planned == share else {"every stage": share - planned}
 
 
 def _dealt(problem: TrainingProblem, layout: Layout) -> int:
@@ -244,15 +249,14 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
     positions = layout.micro_batch * layout.num_microbatches * problem.job.seq_len / (layout.context * layout.ulysses)
     slots = slots_over_routed(problem, layout)
     routed = ((b.name, op.name) for b in problem.train_program() for op in b.ops if _SLOTS in op.axes)
-    collectives = _collectives(ledger, layout, rounds, slots, dealt)
+    shares = _updated_shares(problem, layout) if rounds is not None else {}
+    collectives = _collectives(ledger, layout, rounds, slots, dealt, shares=shares)
     more_memory: dict[str, Mapping[str, float]] = {}
     if rounds is not None:
         stream = float(ledger.boundary_bytes)
         collectives += _between_stages(rounds, stream, dealt)
-        collectives += _of_shared_weights(rounds, ledger.holdings)
-        stored = _ends(ledger.holdings, ("parameters",)) + _ends(
-            ledger.holdings, _UPDATED, _updated_shares(problem, layout)
-        )
+        collectives += _of_shared_weights(rounds, ledger.holdings, _updated_ways(layout))
+        stored = _ends(ledger.holdings, ("parameters",)) + _ends(ledger.holdings, _UPDATED, shares)
         more_memory["arguments"] = {"every stage": stored}
         more_memory["temporaries"] = _held_beyond(rounds, ledger.holdings, stream, dealt)
     return Expected(
@@ -276,9 +280,9 @@ def _moved(workings: Breakdown) -> dict[str, float]:
 
 
 def _collectives(
-    ledger: Ledger, layout: Layout, rounds: Rounds | None, slots: float, dealt: int
+    ledger: Ledger, layout: Layout, rounds: Rounds | None, slots: float, dealt: int, *, shares: Mapping[str, float]
 ) -> list[ExpectedCollective]:
-    """Those of the plan, and those that a pipelined program has beyond it."""
+    """Those of the plan, and those that a pipelined program has beyond it; `shares` as of `_updated_shares`."""
     found: list[ExpectedCollective] = []
     for runs_of in ledger.blocks:
         block, copies = runs_of.time.block, runs_of.count
@@ -289,9 +293,13 @@ def _collectives(
             once = sent.collective.when is Pass.STEP
             runs = {"": float(copies) * (1 if once else layout.num_microbatches)}
             if rounds is not None:
-                of_weights = sent.collective.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS)
+                purpose = sent.collective.purpose
+                of_weights = purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS)
                 beyond = partial(runs_beyond, rounds, when=sent.collective.when.value, dealt=0 if of_weights else dealt)
-                runs |= (_stored_beyond if once else beyond)(block.role, planned=float(copies))
+                if once:  # gradients are added up over stages first, each has its part of the sum; weights come last
+                    share = shares[block.name] if purpose is Purpose.GRADIENTS else 1.0
+                    beyond = partial(_once_beyond, share=share)
+                runs |= beyond(block.role, planned=float(copies))
             found += [
                 replace(one, count=one.count * n, received=one.received * n, reason=reason)
                 for reason, n in runs.items()
@@ -335,7 +343,12 @@ def _between_stages(rounds: Rounds, stream: float, dealt: int) -> list[ExpectedC
     ]
 
 
-def _of_shared_weights(rounds: Rounds, holdings: Iterable[Holding]) -> list[ExpectedCollective]:
+def _updated_ways(layout: Layout) -> int:
+    """Replicas over which the update of weights is split, which gather the new ones after the stages have."""
+    return layout.data if layout.zero else 1
+
+
+def _of_shared_weights(rounds: Rounds, holdings: Iterable[Holding], ways: int) -> list[ExpectedCollective]:
     """Embedding and head, which every stage holds: gradients added up over stages once a step, weights gathered."""
     own: dict[tuple[str, str], float] = {}
     for h in holdings:
@@ -353,7 +366,7 @@ def _of_shared_weights(rounds: Rounds, holdings: Iterable[Holding]) -> list[Expe
             axes=("stage",),
             tensors=(name,),
             count=1.0,
-            received=_received(kind, num_bytes, rounds.stages),
+            received=_received(kind, num_bytes / (1 if gradients else ways), rounds.stages),
             reason="every stage",
         )
 

@@ -57,6 +57,8 @@ def reduction_of(model: Model, layout: Layout) -> Reduction | None:
         return None  # short runs of several kinds are loops of another structure, and hold something else
     multiple = layout.stage * layout.virtual_stages
     sizes = [n for n in range(2, min(_MOST, total - 1) + 1) if n % multiple == 0 and _shares(layout, n, total)]
+    loops = [n for n in sizes if n > multiple > 1]  # of layers in a stage, as the whole model has
+    sizes = loops if len(loops) > 1 else sizes
     kinds = {n: found for n in sizes if (found := _kinds_of(model, layout, n)) is not None}
     for large in (n for n in kinds if n >= _LEAST):
         # Half as many layers first: 2 and 4, 4 and 8; a loop that runs once is compiled differently.

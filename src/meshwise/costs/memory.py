@@ -187,10 +187,11 @@ def stage_memories(
     Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
     state = [state_bytes(plan, extents, precision, shared=in_step is not None) for _, plan, _ in blocks]
+    wider = precision.gradients.bytes / precision.weights.bytes
     layers = num_layers(program_of(part for part, _, _ in blocks))
     ends = pipeline_ends(layers, pipeline, in_step, positions)
     held = [(part, local) for part, _, local in blocks]
-    return tuple(stage_memory(held, state, end, [] if noted else None) for end in ends)
+    return tuple(stage_memory(held, state, end, wider, [] if noted else None) for end in ends)
 
 
 def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Num]:
@@ -369,12 +370,20 @@ def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Nu
                 yield name, moment.block, copies * share, num_bytes
 
 
-def _of_layers(state: Iterable[tuple[Part, Mapping[str, Num]]], end: End) -> Num:
-    """Bytes of gradients of all layers, where they may be there twice, or not yet."""
+def _of_layers(
+    blocks: Iterable[tuple[Part, LocalMemory]], state: Iterable[Mapping[str, Num]], end: End, wider: float
+) -> Num:
+    """Bytes of gradients of all layers, where they may be there twice, or not yet.
+
+    Stages add up those of a microbatch when all are reduced, but where they are made those that are reduced once a
+    step: of weights that are held whole, as their sums are. `wider` is as in `stage_memory`.
+    """
     total: Num = 0.0
-    for part, held in state:
+    for (part, local), held in zip(blocks, state, strict=True):
         if part.block.role == "layer" and not (is_zero(end.made) and is_zero(end.later)):
-            total = total + end.counts["layer"] * part.block.repeat * part.share * held["gradients"]
+            whole = (local.gathered <= held["stored"]) & (held["gradients"] > 0.75 * wider * held["parameters"])
+            counted = where(whole & (end.made > 0), 0.0, held["gradients"])
+            total = total + end.counts["layer"] * part.block.repeat * part.share * counted
     return total
 
 
@@ -382,9 +391,13 @@ def stage_memory(
     blocks: Sequence[tuple[Part, LocalMemory]],
     state: Sequence[Mapping[str, Num]],
     end: End,
+    wider: float,
     holdings: list[Holding] | None = None,
 ) -> StageMemory:
-    """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
+    """Classes of one stage, the reserve left out.
+
+    `wider`: bytes of a gradient's element over those of a weight's; `holdings` is filled with what classes are made of.
+    """
     layers: list[LayerMemory] = []
     moments: list[_AtWork] = []
     out: dict[str, Num] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
@@ -396,7 +409,7 @@ def stage_memory(
         if holdings is not None:
             holdings.append(Holding(name, block, copies, num_bytes))
 
-    waiting = _of_layers([(part, held) for (part, _), held in zip(blocks, state, strict=True)], end)
+    waiting = _of_layers(blocks, state, end, wider)
     for (part, local), held in zip(blocks, state, strict=True):
         block = part.block
         n = end.counts[block.role] * block.repeat * part.share

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -235,15 +236,59 @@ def run_segment(
 
 def at_place(x: jax.Array, place: Sequence[jax.Array]) -> jax.Array:
     """What an array holds at this place of its leading dimensions."""
-    lead = len(place)
-    start: list[jax.Array | int] = [*place, *[0] * (x.ndim - lead)]
-    return jax.lax.dynamic_slice(x, start, (*[1] * lead, *x.shape[lead:])).reshape(x.shape[lead:])
+    found: jax.Array = _reading(0)(x, tuple(place))
+    return found
 
 
 def put_at(x: jax.Array, value: jax.Array, place: Sequence[jax.Array]) -> jax.Array:
     """The array with another value there."""
-    lead = len(place)
-    return jax.lax.dynamic_update_slice(x, value.reshape(*[1] * lead, *value.shape), (*place, *[0] * value.ndim))
+    written: jax.Array = _writing(0)(x, value, tuple(place))
+    return written
+
+
+@cache
+def _reading(batch: int) -> Any:
+    """`at_place` of arrays that are held side by side in as many dimensions in front.
+
+    Where the place of all is the same one, `vmap` would make a gather of it (and a scatter of what is written), which
+    XLA takes apart again with an array in between.
+    """
+
+    def read(x: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
+        lead, rest = x.shape[:batch], x.shape[batch + len(place) :]
+        start: list[jax.Array | int] = [*[0] * batch, *place, *[0] * len(rest)]
+        return jax.lax.dynamic_slice(x, start, (*lead, *[1] * len(place), *rest)).reshape(*lead, *rest)
+
+    return _with_batches(read, partial(_reading, batch + 1))
+
+
+@cache
+def _writing(batch: int) -> Any:
+    """`put_at`, likewise."""
+
+    def write(x: jax.Array, value: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
+        lead, rest = value.shape[:batch], value.shape[batch:]
+        start: list[jax.Array | int] = [*[0] * batch, *place, *[0] * len(rest)]
+        return jax.lax.dynamic_update_slice(x, value.reshape(*lead, *[1] * len(place), *rest), start)
+
+    return _with_batches(write, partial(_writing, batch + 1))
+
+
+def _with_batches(function: Callable[..., jax.Array], batched: Callable[[], Any]) -> Any:
+    """A function of arrays and a place, which `vmap` makes into `batched()` unless places differ."""
+    made = jax.custom_batching.custom_vmap(function)
+
+    @made.def_vmap
+    def _rule(size: int, given: Sequence[Any], *args: Any) -> tuple[jax.Array, bool]:
+        if any(given[-1]):
+            return jax.vmap(function, in_axes=jax.tree.map(lambda is_batched: 0 if is_batched else None, given))(
+                *args
+            ), True
+        arrays = zip(args[:-1], given[:-1], strict=True)
+        wide = (x if is_batched else jnp.broadcast_to(x, (size, *x.shape)) for x, is_batched in arrays)
+        return batched()(*wide, args[-1]), True
+
+    return made
 
 
 def add_at(total: jax.Array, more: jax.Array, place: Sequence[jax.Array]) -> jax.Array:

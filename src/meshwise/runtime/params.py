@@ -198,6 +198,16 @@ class Parameter:
         """Keep an array of its shape (weights, gradients, state) where `part` says."""
         return jax.lax.with_sharding_constraint(x, self.named(placement, part, lead))
 
+    def gathered(self, x: jax.Array, placement: Placement) -> jax.Array:
+        """Bring a new value from where the optimizer's state is to where weights are stored.
+
+        Over stages first, which the slowest wires join: they carry a part then. XLA takes either order.
+        """
+        own = placement.strategy.stored(self.tensor.axes, "optimizer")
+        held = Sharding((*self.stacked_sharding(placement, "optimizer").splits[: len(self.stack)], *own.splits))
+        x = jax.lax.with_sharding_constraint(x, placement.named(held))
+        return self.hold(x, placement, "weights")
+
     # Its gradient while it is added up: what devices have of their own is numbered behind the layers
 
     def pending(self, placement: Placement) -> tuple[str, ...]:

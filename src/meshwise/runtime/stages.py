@@ -281,19 +281,32 @@ class Stages:
         """
 
         def one(weights: Tree, kept: Mapping[str, Kept], d_x: jax.Array, gradients: Tree, at: PieceRun) -> Any:
-            def layer(segment: Segment, run: Run, d_x: jax.Array, number: jax.Array) -> Any:
+            def layer(segment: Segment, run: Run, carry: Any, number: jax.Array) -> Any:
+                d_x, here = carry
                 own, place = self._at(weights, segment, run, at, number)
                 leaves = [self._in_order(at_place(leaf, place)) for leaf in kept[run.key].leaves]
                 back = _restored(jax.tree.unflatten(kept[run.key].structure, leaves), own)
                 d_x, gradients = back(d_x)
-                return d_x, sunk(gradients)
+                found, layer = sunk(gradients), (*self._lead_of(at), *place[1:])
+                totals = {name: add_at(total, found[name], layer) for name, total in here[run.key].items()}
+                return (d_x, {**here, run.key: totals}), {n: g for n, g in found.items() if n not in totals}
 
-            # Added up when all are there: a compiler puts off the reductions of a loop that are stored, and no others.
-            d_x, found = self._layers(layer, d_x, reverse=True)
-            return d_x, jax.tree.map(lambda total, g: add_at(total, g, self._lead_of(at)), gradients, found)
+            # What is reduced is added up when all is there: compilers put off the reductions of a loop that are stored,
+            # and no others. The rest where it is made: stored, it would be written and read three times.
+            here = {key: {n: g for n, g in own.items() if self._waits(key, n)} for key, own in gradients.items()}
+            (d_x, here), found = self._layers(layer, (d_x, here), reverse=True)
+            rest = {key: {name: gradients[key][name] for name in own} for key, own in found.items()}
+            rest = jax.tree.map(lambda total, g: add_at(total, g, self._lead_of(at)), rest, found)
+            return d_x, {key: here[key] | rest[key] for key in gradients}
 
         d_x, gradients = jax.vmap(one, spmd_axis_name=STAGE)(weights, kept, d_x, gradients, at)
         return self._constrain(d_x), gradients
+
+    def _waits(self, key: str, name: str) -> bool:
+        """Whether a weight's gradient is reduced once a step, not for each microbatch."""
+        placement = self.stack.placement
+        home, own = placement.strategy.home(_STREAM), self.parameters[key][name].sum_sharding(placement)
+        return not {*placement.split((*home.splits[0], *home.splits[1]))} - {"tensor"} & own.splitting_axes
 
     def _in_order(self, leaf: jax.Array) -> jax.Array:
         """Ask XLA on GPUs for streams in the usual layout, written and read: it would copy all that is kept."""

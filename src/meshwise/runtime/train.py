@@ -204,7 +204,7 @@ class TrainStep:
             named = dict(zip(moments, old, strict=True))
             new, changed = update(self.constants, held(kept, "optimizer"), held(gradient, "optimizer"), named, step)
             made = {name: held(value.astype(named[name].dtype), "optimizer") for name, value in changed.items()}
-            stored = held(held(new.astype(weight.dtype), "optimizer"), "weights")
+            stored = parameter.gathered(held(new.astype(weight.dtype), "optimizer"), self.stack.placement)
             return made | {"weights": stored, "master": held(new.astype(kept.dtype), "optimizer")}
 
         with jax.named_scope("update"):

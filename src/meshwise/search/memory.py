@@ -74,7 +74,8 @@ class MemoryPrices:
             parallel = np.array([c.sequence_parallel for c in self.network.choices])[batch.choices]
             parallel = np.tile(parallel, self._num_ends)
             end = end.dealt(own_positions(self.problem.job.seq_len, mesh, sequence_parallel=parallel), mesh["stage"])
-        return stage_memory(blocks, held, end)
+        formats = self.problem.job.formats
+        return stage_memory(blocks, held, end, formats.gradients.bytes / formats.weights.bytes)
 
     def total(self, stages: StageMemory, offload: tuple[str, ...], rows: int) -> Array:
         """Bytes on the fullest chip with parts in the host's memory, infinite where it has too little."""
