@@ -45,7 +45,7 @@ U = TypeVar("U")
 _Possible = tuple[tuple[ComputeVariant, ...], tuple[PipelineVariant, ...], tuple[str, ...]]
 
 #: Rows that are worked out at once where there are no more.
-FEW = 4096
+FEW = 5000
 
 #: Rows of what one device does on its own that are kept, of about 700 bytes.
 _MOST_ROWS = 100_000
