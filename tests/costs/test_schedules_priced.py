@@ -153,6 +153,20 @@ def test_stages_in_step_hold_alike():
     assert len(pipeline_ends(32, layout_pipeline("zb-h1"), 0.5)) == 2  # which no program runs in step
 
 
+def test_stages_in_step_hold_gradients_that_are_reduced_each_microbatch_twice():
+    """Others are added up where they are made: a device holds sums of its layers' and of both ends' gradients."""
+    gradients = {
+        zero: meshwise.estimate_train(
+            "llama-3-8b", on="h100:8", batch_tokens="512Ki", seq_len=T, precision="mixed", tool="meshwise",
+            layout=f"stage=4,data=2,zero={zero},micro_batch=1,schedule=1f1b,remat=full",
+        ).plans[0].estimate.memory["gradients"]
+        for zero in (1, 2)
+    }  # fmt: skip
+    own, ends = 8 * LAYER, 2 * V * D + D
+    assert gradients[1] == pytest.approx(4 * (own + ends), rel=1e-6)
+    assert gradients[2] == pytest.approx(gradients[1] / 2 + 4 / 2 * own, rel=1e-6)
+
+
 @pytest.mark.parametrize(("length", "logits"), [(6144, 3), (4096, 1)])
 @pytest.mark.parametrize(("vocab", "update"), [(49152, 3), (49664, 1)])
 def test_three_stages_share_what_divides(length, logits, vocab, update):

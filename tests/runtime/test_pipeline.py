@@ -1,11 +1,13 @@
 """Stages that work in step give the loss and the gradients of one device, whatever the schedule."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.schedules import Rounds
+from meshwise.runtime.layers import add_at, at_place
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import alone, configured, dense, loss_and_gradients, make, worst
 from tests.runtime.test_models import MODELS
@@ -38,6 +40,26 @@ LAYOUTS = {
     "fewer-microbatches-than-stages": {"stage": 4, "data": 2, "num_microbatches": 2, "micro_batch": 2},
     "positions-that-do-not-divide": {"stage": 3, "data": 2, "num_microbatches": 3, "remat": "none"},
 }  # fmt: skip
+
+
+def test_one_place_of_many_arrays_is_written_at_once():
+    """`vmap` makes a scatter of `dynamic_update_slice`, which XLA takes apart with an array in between."""
+
+    def written(x, value, place):
+        return add_at(x, value, place), at_place(x, place)
+
+    x, value = jnp.arange(48.0).reshape(2, 3, 2, 4), jnp.arange(8.0).reshape(2, 4)
+    place = jnp.int32(1), jnp.int32(0)
+    alike = jax.vmap(written, in_axes=(0, 0, None))
+    assert "scatter" not in jax.jit(alike).lower(x, value, place).as_text()
+    added, held = alike(x, value, place)
+    assert (added == x.at[:, 1, 0].add(value)).all()
+    assert (held == x[:, 1, 0]).all()
+    apart = jnp.array([1, 2]), jnp.array([0, 1])  # of each array another place
+    assert "scatter" in jax.jit(jax.vmap(written)).lower(x, value, apart).as_text()
+    added, held = jax.vmap(written)(x, value, apart)
+    assert (held == jnp.stack([x[0, 1, 0], x[1, 2, 1]])).all()
+    assert (added == x.at[jnp.arange(2), apart[0], apart[1]].add(value)).all()
 
 
 @pytest.mark.jax
