@@ -134,6 +134,26 @@ def test_a_fusion_updates_in_place():
     assert moved(fused(*lines)) == [("fusion", 512 + 512, 512, 1)]
 
 
+def test_a_fusion_within_a_fusion_cuts_and_updates_too():
+    lines = (
+        "%within (s: f32[8,128], r: f32[1,128]) -> f32[8,128] {",
+        "  %s = f32[8,128]{1,0} parameter(0)",
+        "  %r = f32[1,128]{1,0} parameter(1)",
+        "  %n = s32[] constant(0)",
+        "  %c = f32[1,128]{1,0} dynamic-slice(%s, %n, %n)",
+        "  %a = f32[1,128]{1,0} add(%c, %r)",
+        "  ROOT %u = f32[8,128]{1,0} dynamic-update-slice(%s, %a, %n, %n)",
+        "}",
+    )
+    within = "\n".join(lines)
+    text = fused("  ROOT %b = f32[8,128]{1,0} fusion(%p, %q), kind=kLoop, calls=%within")
+    text = text.replace("%inner (p", f"{within}\n\n%inner (p")
+    assert moved(text) == [("fusion", 512 + 512, 512, 1)]
+    read_whole = text.replace("add(%c, %r)", "slice(%whole), slice={[0:1], [0:128]}")
+    read_whole = read_whole.replace("  %a = ", "  %whole = f32[8,128]{1,0} negate(%s)\n  %a = ")
+    assert moved(read_whole) == [("fusion", 4096, 512, 1)]
+
+
 def test_a_fusion_that_copies_reads_all():
     assert moved(fused("  ROOT %b = f32[8,128]{1,0} copy(%p)")) == [("fusion", 4096, 4096, 1)]
 

@@ -287,7 +287,7 @@ def _read_and_written(module: Module, computation: Computation, i: Instruction) 
     read, written = sum(_stored(o) for o in operands), _stored(i)
     match i.opcode:
         case "fusion":
-            read, written = _fused(module.computations[i.called[0]], operands, i)
+            read, written = _fused(module, module.computations[i.called[0]], operands, i)
         case "custom-call":
             read, written = _called(operands, i)
         case "slice-start":  # its shape: what it is cut from, the part, what it counts with
@@ -323,18 +323,17 @@ def _called(operands: Sequence[Instruction], i: Instruction) -> tuple[int, int]:
     return sum(_stored(o) for o in operands), sum(_in_memory(a) for a in results)
 
 
-def _fused(inside: Computation, operands: Sequence[Instruction], i: Instruction) -> tuple[int, int]:
+def _fused(module: Module, inside: Computation, operands: Sequence[Instruction], i: Instruction) -> tuple[int, int]:
     """Bytes of a fusion: of operands that are only cut, the parts; of a result that is updated in place, the update.
 
     What it only hands on stays where it is.
     """
-    users = _users(inside)
-    updates = _updates_in_place(inside)
     read = 0
     for parameter, operand in zip(inside.parameters, operands, strict=False):
         stored = _stored(operand)
-        parts = _parts_read(parameter, users, updates)
+        parts = _parts_read(module, inside, parameter)
         read += stored if parts is None else min(stored, parts)
+    updates = _updates_in_place(module, inside)
     results = (
         [inside.by_name[name] for name in inside.root.operands] if inside.root.opcode == "tuple" else [inside.root]
     )
@@ -356,11 +355,17 @@ def _users(computation: Computation) -> Mapping[str, list[Instruction]]:
     return found
 
 
-def _updates_in_place(inside: Computation) -> Mapping[str, int]:
-    """Name of each dynamic-update-slice -> bytes that it writes."""
-    return {
+def _updates_in_place(module: Module, inside: Computation) -> Mapping[str, int]:
+    """Name of each dynamic-update-slice, or of a fusion within that ends with one -> bytes that it writes."""
+    found = {
         i.name: _size(inside.by_name[i.operands[1]]) for i in inside.instructions if i.opcode == "dynamic-update-slice"
     }
+    for i in (i for i in inside.instructions if i.opcode == "fusion"):
+        within = module.computations[i.called[0]]
+        update = _updates_in_place(module, within).get(_source(within, within.root).name)
+        if update is not None:
+            found[i.name] = update
+    return found
 
 
 def _source(inside: Computation, i: Instruction) -> Instruction:
@@ -370,21 +375,25 @@ def _source(inside: Computation, i: Instruction) -> Instruction:
     return i
 
 
-def _parts_read(i: Instruction, users: Mapping[str, list[Instruction]], updates: Mapping[str, int]) -> int | None:
+def _parts_read(module: Module, inside: Computation, i: Instruction) -> int | None:
     """Bytes that are read of an operand which is only cut or updated in place; None where something reads all of it."""
     total = 0
-    for user in users[i.name]:
+    for user in _users(inside)[i.name]:
         if user.opcode == "tuple":
             continue  # handed on
         if user.opcode in _PARTS and user.operands[0] == i.name:
             total += _size(user)
             continue
-        if user.name in updates and user.operands[0] == i.name and i.name not in user.operands[1:]:
+        if user.opcode == "dynamic-update-slice" and user.operands[0] == i.name and i.name not in user.operands[1:]:
             continue  # what is not updated stays where it is
-        inner = _parts_read(user, users, updates) if user.opcode == "bitcast" else None
-        if inner is None:
+        inner = [_parts_read(module, inside, user)] if user.opcode == "bitcast" else [None]
+        if user.opcode == "fusion":  # one within another: it cuts itself what it reads
+            within = module.computations[user.called[0]]
+            places = [n for n, name in enumerate(user.operands) if name == i.name]
+            inner = [_parts_read(module, within, within.parameters[n]) for n in places]
+        if None in inner:
             return None
-        total += inner
+        total += sum(n or 0 for n in inner)
     return total
 
 
