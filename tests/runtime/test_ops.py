@@ -1,5 +1,7 @@
 """Single operations against their formulas, values and gradients."""
 
+import math
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 
 from meshwise.core.tensors import Elementwise, Kind, Tensor
 from meshwise.runtime.ops import elementwise
+from meshwise.runtime.watched import kept
 
 LOSS = Elementwise(
     name="loss",
@@ -59,3 +62,28 @@ def test_logits_are_scaled_and_bent_and_keep_nothing_but_what_is_made(scale, cap
     np.testing.assert_allclose(backward(made)[0], reference(made)[0], rtol=1e-5, atol=1e-5)
     kept = jax.tree.leaves(jax.vjp(own, logits.astype(jnp.bfloat16))[1])
     assert all(array.dtype == jnp.bfloat16 for array in kept if np.ndim(array))
+
+
+@pytest.mark.parametrize(
+    ("platform", "shape", "held"),
+    [
+        ("tpu", (2, 16, 4, 64), (2, 16, 256)),
+        ("tpu", (2, 16, 4, 128), (2, 16, 4, 128)),
+        ("tpu", (2, 16, 100), (2, 16, 100)),
+        ("gpu", (2, 16, 4, 64), (2, 16, 4, 64)),
+    ],
+)
+def test_heads_that_fill_no_tiles_of_a_tpu_are_kept_side_by_side(platform, shape, held):
+    """What the backward pass is handed are the named arrays alone, and of a named one what follows is the same."""
+    policy = jax.checkpoint_policies.save_only_these_names("heads")
+
+    @partial(jax.checkpoint, policy=policy)
+    def squares(x):
+        heads = kept(jnp.sin(x), "heads", platform)
+        assert heads.shape == shape
+        return jnp.sum(heads * heads)
+
+    x = jnp.linspace(0, 1, math.prod(shape)).reshape(shape)
+    _, backward = jax.vjp(squares, x)
+    assert held in [leaf.shape for leaf in jax.tree.leaves(backward)]
+    np.testing.assert_allclose(backward(1.0)[0], 2 * jnp.sin(x) * jnp.cos(x), rtol=1e-5)

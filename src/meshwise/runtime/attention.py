@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.runtime.kernels import blocks
 from meshwise.runtime.kernels.masks import Pairs
+from meshwise.runtime.watched import kept
 
 #: JAX's name of a platform -> the module of its kernel. They are loaded when they are used.
 _KERNELS = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
@@ -35,6 +36,11 @@ class Kernel:
 
     platform: str = "cpu"
     name: str = ""
+
+    def named(self, made: Outputs) -> Outputs:
+        """Name what attention made, so that it can be kept."""
+        out, total = made
+        return (kept(out, self.name, self.platform), checkpoint_name(total, self.name)) if self.name else made
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs) -> Outputs:
         """Attend; see `blocks.forward`."""
@@ -134,7 +140,7 @@ def _forward(
 ) -> tuple[Outputs, tuple[Any, ...]]:
     made = how[0].forward(q, k, v, _placed(places, how[1]))
     # Named here: the backward pass reads them as they are here, and would attend once more to make them.
-    made = checkpoint_name(made, how[0].name) if how[0].name else made
+    made = how[0].named(made)
     return made, (q, k, v, *made, places)
 
 

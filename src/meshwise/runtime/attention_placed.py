@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwise.core.tensors import Attention
@@ -152,7 +151,7 @@ def _forward(
     carry, _ = jax.lax.scan(step, start, jnp.arange(1, ring.size - 1))
     out, total = add(carry, ring.size - 1)
     # Named here: the backward pass reads them as they are here, and would go round once more to make them.
-    made, total = checkpoint_name((out.astype(v.dtype), total), ring.kernel.name)
+    made, total = ring.kernel.named((out.astype(v.dtype), total))
     return (made, total), (q, k, v, made, total)
 
 

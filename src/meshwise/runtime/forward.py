@@ -28,7 +28,7 @@ from meshwise.runtime.paged import attend_paged, new_tokens
 from meshwise.runtime.products import PlacedProducts, Reduced, multiply, others, reduced_in_turn
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Watched, plain, values_together
+from meshwise.runtime.watched import Watched, kept, plain, values_together
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
 
@@ -67,7 +67,7 @@ class _Walk:
             back = self.placement.reduced(t.axes) if t.kind is Kind.WEIGHT else held
             moved = self.placement.move(self.arrays[t.name], held, wanted, back)
             if self.placement.is_exchange(held, wanted):  # as large, and kept as it is read again
-                moved = checkpoint_name(moved, t.name)
+                moved = self._named(moved, t.name)
             self.copies[t.name, wanted] = moved
         return self.copies[t.name, wanted]
 
@@ -221,8 +221,11 @@ class _Walk:
     def _keep(self, op: Op, out: jax.Array, held: Sharding | None = None) -> None:
         """Remember what an operation made, and where it is: at home unless said."""
         named = isinstance(op, Attention)  # by what attends
-        self.arrays[op.output.name] = out if named else checkpoint_name(out, op.output.name)
+        self.arrays[op.output.name] = out if named else self._named(out, op.output.name)
         self.held[op.output.name] = self.placement.strategy.home(op.output.axes) if held is None else held
+
+    def _named(self, x: jax.Array, name: str) -> jax.Array:
+        return kept(x, name, self.placement.platform)
 
     def _compute(self, op: Op, inputs: list[jax.Array], splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         if isinstance(op, Einsum):

@@ -13,6 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+#: Columns of the tiles in which TPUs lay arrays out.
+_LANES = 128
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("value", "sink"), meta_fields=())
@@ -143,3 +147,14 @@ def product(
         return d_x, of_weight(x, gradient)[0]
 
     return with_gradient(forward, backward, x, w)
+
+
+def kept(x: jax.Array, name: str, platform: str) -> jax.Array:
+    """Name an array by which a policy keeps it for the backward pass.
+
+    On TPUs heads [B, T, heads, width] that fill no whole tiles are kept side by side: each for itself, those of 64
+    columns would take twice the memory.
+    """
+    if platform == "tpu" and x.ndim > 3 and x.shape[-1] % _LANES:
+        return checkpoint_name(x.reshape(*x.shape[:-2], -1), name).reshape(x.shape)
+    return checkpoint_name(x, name)
