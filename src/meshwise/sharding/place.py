@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshwise.core.backward import backward
 from meshwise.core.tensors import (
@@ -40,8 +41,10 @@ class _Placer:
         beside: frozenset[str] = frozenset(),
         *,
         slices_copies: bool = False,
+        alike: dict[str, LocalOp] | None = None,
     ) -> None:
         self.strategy = strategy
+        self.alike = {} if alike is None else alike  # operations that are placed in one way wherever their inputs are
         self.slices_copies = slices_copies  # whether a slice of an earlier copy serves as well
         self.beside = beside  # names of what moves round a ring beside products, forward or as a gradient
         self.held = held
@@ -60,12 +63,18 @@ class _Placer:
 
     def run(self, op: Op) -> None:
         """Place one operation."""
+        if self.strategy.ring:
+            self.circling |= _circling(op)
+        if op.name in self.alike:
+            known = self.alike[op.name]
+            for held in known.inputs:
+                self.bring(held.tensor, held.sharding, op.name)
+            self._append(known)
+            return
         if self._passes_partial_sums(op):
             self._run_on_partial_sums(op)
             return
         op = self._add_parts_first(op)
-        if self.strategy.ring:
-            self.circling |= _circling(op)
         splits = iteration_space(self.strategy, op)
         # Routing is linear: partial sums over mesh axes that split neither tokens nor slots are routed as they are, and
         # added afterwards, when there is one value a token again; over others they are scattered on the way. So is the
@@ -79,11 +88,14 @@ class _Placer:
             self.bring(t, wanted, op.name, as_it_is=t is moved and bool(routed))
             inputs.append(Held(t, wanted))
         output = Held(op.output, self._output_sharding(op, splits, passed))
-        self._append(op, tuple(inputs), output, splits)
+        placed = LocalOp(op, tuple(inputs), output, tuple(splits.items()))
+        if is_placed_alike(op):
+            self.alike[op.name] = placed
+        self._append(placed)
 
-    def _append(self, op: Op, inputs: tuple[Held, ...], output: Held, splits: dict[str, tuple[str, ...]]) -> None:
-        self.items.append(LocalOp(op, inputs, output, tuple(splits.items())))
-        self.held[op.output.name] = output
+    def _append(self, placed: LocalOp) -> None:
+        self.items.append(placed)
+        self.held[placed.output.tensor.name] = placed.output
 
     def _output_sharding(self, op: Op, splits: dict[str, tuple[str, ...]], passed: frozenset[str]) -> Sharding:
         if isinstance(op, AttentionGradient):
@@ -135,7 +147,7 @@ class _Placer:
         sharding = self.held[op.inputs[0].name].sharding
         inputs = tuple(Held(t, sharding) for t in op.inputs)
         splits = dict(zip(op.output.axes, sharding.splits, strict=True))
-        self._append(op, inputs, Held(op.output, sharding), splits)
+        self._append(LocalOp(op, inputs, Held(op.output, sharding), tuple(splits.items())))
 
     def bring(self, t: Tensor, wanted: Sharding, reader: str, *, as_it_is: bool = False) -> None:
         """Move tensor `t` to `wanted` for `reader`, reusing a copy that was made before.
@@ -177,6 +189,11 @@ class _Placer:
         for transfer in _transfers(held, target, purpose, reader):
             circles = held.tensor.name in self.circling and transfer.collective.kind in _CIRCLED
             self.items.append(replace(transfer, purpose=Purpose.RING) if circles else transfer)
+
+
+def is_placed_alike(op: Op) -> bool:
+    """Whether an operation is placed in one way wherever its inputs are: it runs on no partial sums."""
+    return not (isinstance(op, Elementwise) and op.linear) and _moved(op) is None
 
 
 def _moved(op: Op) -> Tensor | None:
@@ -239,35 +256,65 @@ def _place_passes(block: Block, strategy: Strategy, policy: RematPolicy) -> tupl
 
     Returns: the block, and by the names of their weights the gradients that the backward pass leaves.
     """
-    outside = _outside(block, strategy)
-    beside = moves_beside_products(block, strategy) if strategy.pieces else frozenset[str]()
-    forward = _Placer(strategy, dict(outside), beside)
-    forward.run_forward(block)
-    saved = saved_activations(block, policy)
-    made = {t.name: forward.held[t.name] for t in saved.kept}
-    back, gradients, recomputed = _place_backward(block, strategy, saved, outside | made, forward)
-    kept = _as_read_again(made, forward.forms, back.wanted)
-    if kept != made:
-        back, gradients, recomputed = _place_backward(block, strategy, saved, outside | kept, forward)
+    outside, forward, back, kept = _place_activations(block, replace(strategy, gradients=()), policy)
+    items, gradients = _accumulated(back, strategy)
     # No operation makes gradients of idle weights, so nothing is reduced or moved; they have accumulators all the same.
     idle = {
         t.name: Held(replace(t, name=f"d_{t.name}", kind=Kind.GRADIENT), strategy.stored(t.axes, "gradients"))
         for t in block.idle
         if not t.frozen
     }
-    placed = _placed(block, outside, forward.items, back.items)
+    placed = _placed(block, outside, forward.items, items)
     own = {h.tensor.name for h in placed.weights}
     every = gradients | idle
     whole = replace(
         placed,
-        backward=tuple(back.items),
-        recomputed=recomputed,
+        backward=tuple(items),
+        recomputed=back.recomputed,
         kept=tuple(kept.values()),
-        workspace=tuple(back.held[op.output.name] for op in saved.recompute if not is_passing(op)),
+        workspace=back.workspace,
         tied_gradients=tuple(h for n, h in every.items() if n not in own),
         gradients=tuple(every[h.tensor.name] for h in placed.weights if h.tensor.name in every),
     )
     return whole, {n: h for n, h in gradients.items() if n not in idle}
+
+
+class _Backward(NamedTuple):
+    """A backward pass before gradients of weights are brought to their accumulators."""
+
+    items: list[LocalOp | Transfer]
+    whole: tuple[tuple[int, Held], ...]  # these gradients, each with the number of items after which it is whole
+    recomputed: frozenset[str]  # names of operations that run again
+    workspace: tuple[Held, ...]  # what they make
+    wanted: dict[str, set[Sharding]]  # as what each tensor is read
+
+
+@lru_cache(maxsize=256)  # ways to store gradients share them
+def _place_activations(
+    block: Block, strategy: Strategy, policy: RematPolicy
+) -> tuple[dict[str, Held], _Placer, _Backward, dict[str, Held]]:
+    """Place the two passes, wherever gradients are added up; all of it is only read.
+
+    Returns: how what enters the block is held, its forward and its backward pass, what is kept in between.
+    """
+    outside, forward = _place_forward_pass(block, strategy)
+    saved = saved_activations(block, policy)
+    made = {t.name: forward.held[t.name] for t in saved.kept}
+    back = _place_backward(block, strategy, saved, outside | made, forward)
+    kept = _as_read_again(made, forward.forms, back.wanted)
+    if kept != made:
+        back = _place_backward(block, strategy, saved, outside | kept, forward)
+    return outside, forward, back, kept
+
+
+@lru_cache(maxsize=256)  # whatever is kept, and wherever gradients are added up
+def _place_forward_pass(block: Block, strategy: Strategy) -> tuple[dict[str, Held], _Placer]:
+    """How what enters the block is held, and its forward pass; both are only read, or completed."""
+    outside = _outside(block, strategy)
+    beside = moves_beside_products(block, strategy) if strategy.pieces else frozenset[str]()
+    forward = _Placer(strategy, dict(outside), beside)
+    forward.run_forward(block)
+    return outside, forward
 
 
 def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
@@ -339,42 +386,52 @@ def _as_read_again(
 
 def _place_backward(
     block: Block, strategy: Strategy, saved: Saved, held: dict[str, Held], forward: _Placer
-) -> tuple[_Placer, dict[str, Held], frozenset[str]]:
-    """Place recomputation and gradients; each weight's gradient is moved to its accumulator as soon as it is whole.
-
-    Returns: the placer, the accumulators by the weights' names, and the names of the recomputed operations.
-    """
+) -> _Backward:
+    """Place recomputation and gradients."""
     ops = backward(block)
     outputs = {op.output.name: op.output for op in block.ops}
     for name in block.outputs:
         grad = replace(outputs[name], name=f"d_{name}")
         held[grad.name] = Held(grad, strategy.home(grad.axes))
-    placer = _Placer(strategy, dict(held), forward.beside)
+    placer = _Placer(strategy, dict(held), forward.beside, alike=forward.alike)
     if block.role == "head":  # nothing runs between its passes: what was gathered for the one is there for the other
         placer.copies |= forward.copies
     for op in saved.recompute:
         placer.run(op)
     recomputed = frozenset(item.op.name for item in placer.items if isinstance(item, LocalOp))
-    gradients: dict[str, Held] = {}
+    whole: list[tuple[int, Held]] = []
     read_later = {t.name for op in ops for t in op.inputs}
     for op in ops:
         placer.run(op)
         if op.output.kind is Kind.GRADIENT and op.output.name not in read_later:
-            weight = op.output.name.removeprefix("d_")
-            gradients[weight] = _accumulate(placer, strategy, placer.held[op.output.name])
+            whole.append((len(placer.items), placer.held[op.output.name]))
     for t in (t for op in block.ops for t in op.inputs if t.name in block.inputs and t.kind is Kind.ACTIVATION):
         if f"d_{t.name}" in placer.held:
             placer.settle(f"d_{t.name}", "")
-    return placer, gradients, recomputed
+    workspace = tuple(placer.held[op.output.name] for op in saved.recompute if not is_passing(op))
+    return _Backward(placer.items, tuple(whole), recomputed, workspace, placer.wanted)
 
 
-def _accumulate(placer: _Placer, strategy: Strategy, held: Held) -> Held:
+def _accumulated(back: _Backward, strategy: Strategy) -> tuple[list[LocalOp | Transfer], dict[str, Held]]:
+    """Move each weight's gradient to its accumulator as soon as it is whole.
+
+    Returns: all that the backward pass does, and the accumulators by the weights' names.
+    """
+    items, gradients, begin = list[LocalOp | Transfer](), dict[str, Held](), 0
+    for at, held in back.whole:
+        transfers, accumulator = _accumulate(strategy, held)
+        items += [*back.items[begin:at], *transfers]
+        gradients[held.tensor.name.removeprefix("d_")] = accumulator
+        begin = at
+    return items + back.items[begin:], gradients
+
+
+def _accumulate(strategy: Strategy, held: Held) -> tuple[list[Transfer], Held]:
     """Bring a weight's gradient to its accumulator: split as the table says, other sums left for the step's end."""
     splits = strategy.stored(held.tensor.axes, "gradients").splits
     used = {a for s in splits for a in s}
     target = Sharding(splits, frozenset(held.sharding.unreduced - used))
-    placer.items += _transfers(held, target, Purpose.GRADIENTS, "")
-    return Held(held.tensor, target)
+    return _transfers(held, target, Purpose.GRADIENTS, ""), Held(held.tensor, target)
 
 
 def _step_transfers(
