@@ -70,7 +70,11 @@ class Symbols:
 
     def held(self, held: Held) -> Volume:
         """The volume of a tensor's block."""
-        key = held.tensor.axes, held.sharding.splits
+        return self.block(held.tensor.axes, held.sharding.splits)
+
+    def block(self, axes: Split, splits: tuple[Split, ...]) -> Volume:
+        """The volume of a block with these axes and splits, which is asked for often."""
+        key = axes, splits
         known = self._held.get(key)
         if known is None:
             known = self._held[key] = self.volume(*key)

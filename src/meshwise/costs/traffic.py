@@ -201,7 +201,7 @@ class CollectiveLowering:
         """Bytes of the local blocks that the collective is counted by, as terms of a sum."""
         return tuple(
             (
-                self.symbols.volume(t.tensor.axes, _counted(t).splits),
+                self.symbols.block(t.tensor.axes, _counted(t).splits),
                 self.precision.reductions.bytes
                 if t.purpose is Purpose.GRADIENTS
                 else element_bytes(t.tensor, self.precision),

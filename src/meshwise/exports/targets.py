@@ -110,8 +110,12 @@ def _condition(rule: Rule[Choices], problem: TrainingProblem, known: dict[Any, A
     return lambda layout: rule.refused(Choices(problem, layout, network, known))
 
 
+@lru_cache(maxsize=64)
 def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
-    """What a tool cannot express of a job, whatever the layout: the model, formats, the optimizer, the chip."""
+    """What a tool cannot express of a job, whatever the layout: the model, formats, the optimizer, the chip.
+
+    It is asked of each of many layouts of a job.
+    """
     choices, rules = Choices(problem, Layout(), problem.network, overlap=overlap_of(name)), _rules_of(name)
     if name == "meshwise":
         refusals = Refusals(own_runtime.TITLE)
@@ -127,15 +131,9 @@ def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
     return refusals
 
 
-@lru_cache(maxsize=64)
-def _takes(name: str, problem: TrainingProblem) -> bool:
-    """Whether a tool takes the job in some layout; asked of each of many layouts of a job."""
-    return not refusals_of(name, problem).lines
-
-
 def tools_for(problem: TrainingProblem, names: Iterable[str] = TOOLS) -> tuple[Tool, ...]:
     """Those of some tools that take the job in some layout."""
-    return tuple(_tool(name, problem) for name in names if _takes(name, problem))
+    return tuple(_tool(name, problem) for name in names if not refusals_of(name, problem).lines)
 
 
 def runs_in(plan: Plan) -> tuple[str, ...]:

@@ -109,22 +109,20 @@ def check_served_by(name: str, plan: ServingPlan) -> None:
     _check_taken(name, ServingChoices(plan.problem, plan.estimate), Refusals(_title(name)))
 
 
+@lru_cache(maxsize=64)
 def serving_refusals_of(name: str, problem: ServingProblem) -> Refusals:
-    """What an engine cannot express of a load, whatever the layout: the model, formats, the chip."""
+    """What an engine cannot express of a load, whatever the layout: the model, formats, the chip.
+
+    It is asked of each of many layouts of a load.
+    """
     refusals = Refusals(_title(name))
     refusals.apply(_rules(name), Engine(problem, "serve", ServingLayout()))
     return refusals
 
 
-@lru_cache(maxsize=64)
-def _takes(name: str, problem: ServingProblem) -> bool:
-    """Whether an engine takes the load in some layout; asked of each of many layouts of a load."""
-    return not serving_refusals_of(name, problem).lines
-
-
 def serving_tools_for(problem: ServingProblem, names: Iterable[str] = SERVING_TARGETS) -> tuple[ServingTool, ...]:
     """Those of some engines that take the load in some layout."""
-    return tuple(_serving_tool(name, problem) for name in names if _takes(name, problem))
+    return tuple(_serving_tool(name, problem) for name in names if not serving_refusals_of(name, problem).lines)
 
 
 def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
