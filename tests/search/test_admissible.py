@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.evaluate import evaluate_passes, local_prices
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import fitted_calibration
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.weight_traffic import state_sums, weight_choices
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.search import training_limits
@@ -78,6 +80,24 @@ def hold_bounds(case, generator):
         assert (priced.batch.bound <= priced.seconds * BELOW).all()
 
 
+def hold_work(case):
+    """What stands for many choices: state for all remat policies, the forward pass for what these compute again."""
+    pricing = pricing_of(case)
+    problem, network = pricing.problem, pricing.network
+    every = np.arange(np.size(pricing.table.sizes.micro_batch))
+    for variant in network.variants:
+        policy = replace(variant.own, partial_remat=False)
+        prices = local_prices(problem, policy, pricing.table.sizes, bounded=False)
+        blocks = zip(problem.lowered.training(policy), evaluate_passes(problem, policy, prices), strict=True)
+        computed = sum(b.placed.block.repeat * p.seconds for b, passes in blocks for p in passes.values())
+        busy, plain = (network.busy(choices, every) for choices in (policy, replace(policy, remat="none")))
+        assert (busy <= computed * BELOW).all()
+        assert (busy > plain).all() or policy.remat != "full"
+        for stored in variant.stored:
+            alone = replace(stored, partial_remat=False)
+            assert state_sums(problem, alone) == state_sums(problem, weight_choices(stored))
+
+
 def hold_placements(case, generator):
     pricing = pricing_of(case)
     problem, fabric = pricing.problem, pricing.network.fabric
@@ -125,6 +145,12 @@ def test_each_bound_is_below_the_next_and_below_every_placement(case, generator)
     hold_bounds(case, generator)
 
 
+@settings(max_examples=3, deadline=None)
+@given(small_searches())
+def test_what_stands_for_all_remat_policies_does(case):
+    hold_work(case)
+
+
 @settings(max_examples=4, deadline=None)
 @given(small_searches(), seeds)
 def test_the_best_of_all_placements_is_among_those_kept(case, generator):
@@ -137,4 +163,5 @@ def test_the_best_of_all_placements_is_among_those_kept(case, generator):
 @given(small_searches(), seeds)
 def test_on_many_problems_bounds_and_placements_are_admissible(case, generator):
     hold_bounds(case, generator)
+    hold_work(case)
     hold_placements(case, generator)

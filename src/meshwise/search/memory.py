@@ -15,6 +15,7 @@ import numpy as np
 
 from meshwise.costs.arithmetic import Num, joined, take
 from meshwise.costs.ends import End, own_positions
+from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import LocalMemory, StageMemory, stage_memory
 from meshwise.costs.offload import offloaded_bytes
 from meshwise.costs.pipeline import Part
@@ -47,8 +48,8 @@ class MemoryPrices:
         followers = [self.network.variants[v].remat_layers for v in self.network.variant_of]
         self.partial = np.array([n is not None for n in followers], bool)  # of each of the choices, as the next two
         self.share = np.array([1.0 if n is None else n / layers for n in followers])
-        self._state_of = np.full(len(self.share), -1)  # of each of the choices that were asked for
-        self._with_state: dict[tuple[tuple[int, ...], ...], int] = {}  # what a state is a sum of -> one of the choices
+        self._state_of = np.full(len(self.network.weights[0]), -1)  # of each of the weights that were asked for
+        self._with_state: dict[tuple[tuple[int, ...], ...], LayoutChoices] = {}  # what a state is a sum of -> a choice
         self._states = RowTable(self._evaluate_states)  # of a state on a mesh
         self._local = dict[str, RowTable[tuple[LocalMemory, ...]]]()  # loss -> of a compute variant with a size
         self._num_meshes = len(self.network.table.meshes)
@@ -83,10 +84,8 @@ class MemoryPrices:
         most: Array = np.broadcast_to(num_bytes, self._num_ends * rows).reshape(self._num_ends, rows).max(axis=0)
         return most
 
-    def _doubled(self, c: int, blocks: Sequence[T]) -> tuple[T, ...]:
-        """Values of all blocks under one of the choices, with two of each layer."""
-        if self.partial[c]:
-            return tuple(blocks)
+    def _doubled(self, blocks: Sequence[T]) -> tuple[T, ...]:
+        """Values of all blocks under choices that all layers follow, with two of each layer."""
         twice = ([value] * (1 + (block.role == "layer")) for block, value in zip(self.program, blocks, strict=True))
         return tuple(value for values in twice for value in values)
 
@@ -103,17 +102,20 @@ class MemoryPrices:
         variant, size = np.divmod(numbers, self.bounds.num_sizes)
         for v in np.unique(variant):
             mine, c = size[variant == v], int(np.searchsorted(self.network.variant_of, v))
-            found.append(self._doubled(c, self.network.memory(self.network.choices[c], loss, mine)))
+            blocks = self.network.memory(self.network.choices[c], loss, mine)
+            found.append(tuple(blocks) if self.partial[c] else self._doubled(blocks))
             lengths.append(len(mine))
         held: tuple[LocalMemory, ...] = joined(found, lengths)
         return held
 
     def _states_of(self, batch: CandidateBatch) -> _States:
-        for c in np.unique(batch.choices[self._state_of[batch.choices] < 0]):
-            sums = self._doubled(int(c), state_sums(self.problem, self.network.choices[c]))
-            self._with_state.setdefault(sums, int(c))
-            self._state_of[c] = list(self._with_state).index(sums)
-        state, mesh = self._state_of[batch.choices], self.network.table.mesh_id[batch.at]
+        stored, number = self.network.weights
+        weights = number[batch.choices]
+        for w in np.unique(weights[self._state_of[weights] < 0]):
+            sums = state_sums(self.problem, stored[w])
+            self._with_state.setdefault(sums, stored[w])
+            self._state_of[w] = list(self._with_state).index(sums)
+        state, mesh = self._state_of[weights], self.network.table.mesh_id[batch.at]
         rows = self._states.rows(self.bounds.numbers(self._states, state, mesh, self._num_meshes))
         return take(self._states.values, np.tile(rows, self._num_ends))  # type: ignore[no-any-return]
 
@@ -122,11 +124,10 @@ class MemoryPrices:
         state, mesh = np.divmod(numbers, self._num_meshes)
         representatives = list(self._with_state.values())
         for s in np.unique(state):
-            c, own = representatives[s], mesh[state == s]
+            own = mesh[state == s]
             sizes = self.network.table.axes(own)
             shared = self.problem.made_in_step is not None
-            states = evaluate_states(self.problem, self.network.choices[c], sizes, shared=shared)
-            found.append(self._doubled(c, states))
+            found.append(self._doubled(evaluate_states(self.problem, representatives[s], sizes, shared=shared)))
             lengths.append(len(own))
         every: _States = joined(found, lengths)
         return every

@@ -14,9 +14,16 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from meshwise.costs.arithmetic import Num, joined, take
+from meshwise.costs.arithmetic import Num, joined, maximum, take
 from meshwise.costs.compute import OperationPrices
-from meshwise.costs.evaluate import LocalBlock, evaluate_local, evaluate_local_memory, evaluate_passes, local_prices
+from meshwise.costs.evaluate import (
+    LocalBlock,
+    evaluate_local,
+    evaluate_local_memory,
+    evaluate_passes,
+    local_prices,
+    repeats_whole,
+)
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.memory import LocalMemory
@@ -230,9 +237,10 @@ class LocalTables:
         return self._heads[own](numbers)
 
     def busy(self, choices: LayoutChoices, numbers: Index) -> Array:
-        """Seconds that the device computes for a microbatch, all copies of its blocks, less what rounding may add."""
+        """Seconds that the device computes for a microbatch at least, all copies of its blocks."""
         if choices not in self._busy:
-            self._busy[choices] = RowTable(partial(self._evaluate_busy, choices), lambda: len(self._numbers))
+            made = self._evaluate_busy if choices.remat == "none" else self._evaluate_busier
+            self._busy[choices] = RowTable(partial(made, choices), lambda: len(self._numbers))
         return self._busy[choices](numbers)
 
     def _evaluate_busy(self, choices: LayoutChoices, numbers: Index) -> Array:
@@ -240,6 +248,19 @@ class LocalTables:
         blocks = zip(self.problem.lowered.training(choices), found, strict=True)
         seconds: Num = sum(b.placed.block.repeat * p.seconds for b, passes in blocks for p in passes.values())
         return np.array(np.broadcast_to((1 - 1e-9) * seconds, len(numbers)))  # added up in another order
+
+    def _evaluate_busier(self, choices: LayoutChoices, numbers: Index) -> Array:
+        """With what a remat policy computes again: operations of the forward pass, so that it need not be placed."""
+        keeps_all = replace(choices, remat="none")
+        prices, seconds = self._priced(choices, numbers), self.busy(keeps_all, numbers)
+        for b in self.problem.lowered.training(keeps_all):
+            if operations := b.repeated(choices.remat) if b.role == "layer" else ():
+                again = prices.pass_compute(operations).seconds
+                if repeats_whole(self.problem, choices):
+                    forward, needed = (prices.pass_compute(b.passes[p]).seconds for p in ("forward", "recompute"))
+                    again = maximum(again, forward - needed)
+                seconds = seconds + (1 - 1e-9) * b.placed.block.repeat * again
+        return seconds
 
     def _evaluate_memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         if choices in self._tables and self._tables[choices].knows(numbers):
