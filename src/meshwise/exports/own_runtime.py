@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.tensors import Tensor
 from meshwise.exports.choices import JAX_CHIPS, XLA_OVERLAP, Choices
 from meshwise.exports.exported import Rule
 from meshwise.models import Model
-from meshwise.runtime.refusals import PIPELINES, check_job, check_model, splits_of
+from meshwise.runtime.refusals import (
+    PIPELINES,
+    check_job,
+    check_model,
+    splits_at_work,
+    splits_in_store,
+    splits_of,
+)
 from meshwise.sharding.strategy import Strategy
 
 TITLE = "meshwise run"
@@ -55,9 +64,33 @@ def _splits_of(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tu
 @functools.lru_cache(maxsize=256)
 def _common(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int], ...]:
     """Mesh axes that split something, and what divides all sizes that they split: ways that divide these divide it."""
-    found: dict[tuple[str, ...], int] = {}
-    for split, size, _ in _splits_of(model, seq_len, strategy):
-        found[split] = math.gcd(found.get(split, 0), size)
+    compute = replace(strategy, weights=(), gradients=(), optimizer=(), ring=False)
+    stored = (Strategy(strategy.compute, getattr(strategy, part)) for part in ("weights", "gradients", "optimizer"))
+    found = dict(_common_at_work(model, seq_len, compute))
+    for tables in dict.fromkeys(stored):  # strategies have few tables between them
+        for split, size in _common_in_store(model, seq_len, tables):
+            found[split] = math.gcd(found.get(split, 0), size)
+    return tuple(found.items())
+
+
+@functools.lru_cache(maxsize=256)
+def _common_at_work(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int], ...]:
+    return _divisors(model, seq_len, splits_at_work(model.train_program(), strategy))
+
+
+@functools.lru_cache(maxsize=256)
+def _common_in_store(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int], ...]:
+    return _divisors(model, seq_len, splits_in_store(model.train_program(), strategy, "weights"))
+
+
+def _divisors(
+    model: Model, seq_len: int, splits: Iterable[tuple[Tensor, str, tuple[str, ...]]]
+) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Mesh axes that split something but sequences, and what divides all sizes that they split."""
+    sizes, found = model.train_program().bind(batch=1, queries=seq_len), dict[tuple[str, ...], int]()
+    for _, axis, split in splits:
+        if axis != "B":
+            found[split] = math.gcd(found.get(split, 0), int(sizes[axis]))
     return tuple(found.items())
 
 

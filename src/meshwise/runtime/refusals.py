@@ -225,15 +225,25 @@ def check_even(program: Program, placement: Placement, sizes: Mapping[str, float
 
 def splits_of(program: Program, strategy: Strategy) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
     """Axes that are split somewhere in a program, and over which mesh axes; not slots of experts, which are padded."""
-    for block in program:
-        for op in block.ops:
-            splits = iteration_space(strategy, op)
-            for t in op.tensors:
-                yield from _split_axes(t, Sharding.of(t.axes, splits))
-                yield from _split_axes(t, strategy.home(t.axes))
-        for t in (t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT):
-            for part in ("weights", "gradients", "optimizer"):
-                yield from _split_axes(t, strategy.stored(t.axes, part))
+    yield from splits_at_work(program, strategy)
+    for part in ("weights", "gradients", "optimizer"):
+        yield from splits_in_store(program, strategy, part)
+
+
+def splits_at_work(program: Program, strategy: Strategy) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
+    """The same of what operations read and make."""
+    for op in (op for block in program for op in block.ops):
+        splits = iteration_space(strategy, op)
+        for t in op.tensors:
+            yield from _split_axes(t, Sharding.of(t.axes, splits))
+            yield from _split_axes(t, strategy.home(t.axes))
+
+
+def splits_in_store(program: Program, strategy: Strategy, part: str) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
+    """The same of a part of the training state."""
+    weights = (t for block in program for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT)
+    for t in {t.axes: t for t in weights}.values():
+        yield from _split_axes(t, strategy.stored(t.axes, part))
 
 
 def _split_axes(t: Tensor, sharding: Sharding) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
