@@ -20,8 +20,6 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.fusions import kernel_gap
 from meshwise.costs.local_ops import LoweredOp
-from meshwise.costs.memory import LocalMemory
-from meshwise.costs.memory_plan import MemoryPlan
 from meshwise.costs.tiles import few_rows, filling, padded
 from meshwise.hardware import Chip
 from meshwise.jobs import SERVING_PRECISIONS, Precision, parse_serving_precision
@@ -218,8 +216,6 @@ class OperationPrices:
         rates: of the chip.
         bounded: whether bounds are asked for; else passes have expected seconds alone.
         onchip: bytes of an activation that bounds do not count, as it may stay on the chip between operations.
-
-    What blocks hold at these sizes is kept here, too (`evaluate_local_memory`).
     """
 
     def __init__(
@@ -236,7 +232,6 @@ class OperationPrices:
         self.rates = rates
         self.bounded = bounded
         self.onchip = onchip
-        self.memories: dict[int, tuple[MemoryPlan, LocalMemory]] = {}  # by the identity of the plan
         self._known: dict[int, OpCompute] = {}
         self._passes: dict[tuple[int, ...], PassCompute] = {}
 

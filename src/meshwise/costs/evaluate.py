@@ -117,14 +117,9 @@ def evaluate_local_memory(
     role: str = "",
 ) -> tuple[LocalMemory, ...]:
     """The memory alone of `evaluate_local`, arguments as there: of all blocks, or of those of one role."""
-    extents, found = held_extents(prices.extents), list[LocalMemory]()
-    for b in problem.lowered.training(structure):
-        if role in ("", b.role):
-            known = prices.memories.get(id(b.memory))  # policies share blocks
-            if known is None:
-                known = prices.memories[id(b.memory)] = b.memory, _local_memory(problem, b, extents)
-            found.append(known[1])
-    return tuple(found)
+    extents = held_extents(prices.extents)
+    blocks = (b for b in problem.lowered.training(structure) if role in ("", b.role))
+    return tuple(_local_memory(problem, b, extents) for b in blocks)
 
 
 def held_extents(extents: Extents) -> Extents:

@@ -34,7 +34,7 @@ from meshwise.costs.pipeline import Part
 from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, CollectiveTemplate
 from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
 from meshwise.models import Model
-from meshwise.sharding.place import is_placed_alike, place_block, place_forward
+from meshwise.sharding.place import is_placed_uniformly, place_block, place_forward
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.remat import remat_policy, saved_activations
 from meshwise.sharding.serving import ServingLayoutChoices
@@ -60,8 +60,7 @@ class Symbolic:
         self.copies = Distinct[Block]()
         self._training: dict[tuple[int, LayoutChoices], LoweredTrainingBlock] = {}
         self._serving: dict[tuple[int, Strategy], LoweredServingBlock] = {}
-        # Policies share most operations: those that are one object are looked up by that, which takes no comparison.
-        self._numbers: dict[tuple[int, bool, bool, str], tuple[LocalOp, int]] = {}
+        self._numbers: dict[tuple[LocalOp, bool, bool, str], int] = {}  # passes and policies share most operations
 
     def training(self, copy: int, choices: LayoutChoices) -> LoweredTrainingBlock:
         """One of `copies` in a training step."""
@@ -83,11 +82,11 @@ class Symbolic:
 
     def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False, joins: str = "") -> int:
         """The number of a lowered operation; arguments as in `local_ops.lower_op`."""
-        key = id(item), routed, bounded, joins
+        key = item, routed, bounded, joins
         if key not in self._numbers:
             one = lower_op(item, self.symbols, self.precision, routed=routed, bounded=bounded, joins=joins)
-            self._numbers[key] = item, self.ops(one)
-        return self._numbers[key][1]
+            self._numbers[key] = self.ops(one)
+        return self._numbers[key]
 
 
 class Lowered:
@@ -288,7 +287,7 @@ class LoweredTrainingBlock(LoweredBlock):
         Those that may run on other partial sums when they are repeated are left out.
         """
         block = (self.one or self).placed.block
-        again = {op.name for op in saved_activations(block, remat_policy(policy)).recompute if is_placed_alike(op)}
+        again = {op.name for op in saved_activations(block, remat_policy(policy)).recompute if is_placed_uniformly(op)}
         forward = zip(self.items["forward"], self.passes["forward"], strict=True)
         return tuple(n for item, n in forward if item.op.name in again - self.placed.recomputed)
 

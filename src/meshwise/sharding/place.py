@@ -41,10 +41,10 @@ class _Placer:
         beside: frozenset[str] = frozenset(),
         *,
         slices_copies: bool = False,
-        alike: dict[str, LocalOp] | None = None,
+        known: dict[str, LocalOp] | None = None,
     ) -> None:
         self.strategy = strategy
-        self.alike = {} if alike is None else alike  # operations that are placed in one way wherever their inputs are
+        self.known = {} if known is None else known  # operations that are placed in one way wherever their inputs are
         self.slices_copies = slices_copies  # whether a slice of an earlier copy serves as well
         self.beside = beside  # names of what moves round a ring beside products, forward or as a gradient
         self.held = held
@@ -65,11 +65,11 @@ class _Placer:
         """Place one operation."""
         if self.strategy.ring:
             self.circling |= _circling(op)
-        if op.name in self.alike:
-            known = self.alike[op.name]
-            for held in known.inputs:
+        if op.name in self.known:
+            placed = self.known[op.name]
+            for held in placed.inputs:
                 self.bring(held.tensor, held.sharding, op.name)
-            self._append(known)
+            self._append(placed)
             return
         if self._passes_partial_sums(op):
             self._run_on_partial_sums(op)
@@ -89,8 +89,8 @@ class _Placer:
             inputs.append(Held(t, wanted))
         output = Held(op.output, self._output_sharding(op, splits, passed))
         placed = LocalOp(op, tuple(inputs), output, tuple(splits.items()))
-        if is_placed_alike(op):
-            self.alike[op.name] = placed
+        if is_placed_uniformly(op):
+            self.known[op.name] = placed
         self._append(placed)
 
     def _append(self, placed: LocalOp) -> None:
@@ -191,7 +191,7 @@ class _Placer:
             self.items.append(replace(transfer, purpose=Purpose.RING) if circles else transfer)
 
 
-def is_placed_alike(op: Op) -> bool:
+def is_placed_uniformly(op: Op) -> bool:
     """Whether an operation is placed in one way wherever its inputs are: it runs on no partial sums."""
     return not (isinstance(op, Elementwise) and op.linear) and _moved(op) is None
 
@@ -393,7 +393,7 @@ def _place_backward(
     for name in block.outputs:
         grad = replace(outputs[name], name=f"d_{name}")
         held[grad.name] = Held(grad, strategy.home(grad.axes))
-    placer = _Placer(strategy, dict(held), forward.beside, alike=forward.alike)
+    placer = _Placer(strategy, dict(held), forward.beside, known=forward.known)
     if block.role == "head":  # nothing runs between its passes: what was gathered for the one is there for the other
         placer.copies |= forward.copies
     for op in saved.recompute:
