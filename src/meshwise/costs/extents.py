@@ -14,7 +14,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Kind, Tensor
 from meshwise.costs.arithmetic import Condition, Num, ceil, maximum, where
 from meshwise.jobs import Precision
-from meshwise.sharding.placed import Held
+from meshwise.sharding.placed import Held, LocalOp
 
 #: The mesh axes that split an axis, major to minor.
 Split = tuple[str, ...]
@@ -62,6 +62,8 @@ class Symbols:
         self.terms = Distinct[tuple[Volume, float]]()
         self.sums = Distinct[tuple[int, ...]]()
         self.sums(())
+        # What backward passes of these operations, which read and make these, hold at their largest (`memory_plan`).
+        self.moments: dict[tuple[tuple[LocalOp, ...], frozenset[str], Precision], tuple[tuple[int, int], ...]] = {}
         self._held: dict[tuple[Split, tuple[Split, ...]], Volume] = {}  # placements ask for the same few all the time
 
     def volume(self, axes: Iterable[str], splits: Iterable[Split]) -> Volume:

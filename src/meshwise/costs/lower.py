@@ -83,10 +83,11 @@ class Symbolic:
     def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False, joins: str = "") -> int:
         """The number of a lowered operation; arguments as in `local_ops.lower_op`."""
         key = item, routed, bounded, joins
-        if key not in self._numbers:
+        number = self._numbers.get(key)
+        if number is None:
             one = lower_op(item, self.symbols, self.precision, routed=routed, bounded=bounded, joins=joins)
-            self._numbers[key] = self.ops(one)
-        return self._numbers[key]
+            number = self._numbers[key] = self.ops(one)
+        return number
 
 
 class Lowered:

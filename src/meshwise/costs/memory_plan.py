@@ -165,12 +165,19 @@ def _operations(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, 
     Where it is `compiled`, what is elementwise is done where its result is read.
     """
     known = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
-    sums: dict[Moment, None] = {}  # in order
+    items, alive = list[LocalOp](), list[list[Held]]()
     for item in placed.backward:
         if isinstance(item, LocalOp) and not (compiled and isinstance(item.op, Elementwise)):
             held = [h for h in (*item.inputs, item.output) if h.tensor.name not in known]
-            sums[_moment(held, symbols, precision)] = None
-    return _largest_moments(sums, symbols)
+            if [h for h in held if h.tensor.kind is not Kind.WEIGHT]:
+                items.append(item)
+                alive.append(held)
+    key = tuple(items), frozenset([h.tensor.name for held in alive for h in held]), precision
+    largest = symbols.moments.get(key)
+    if largest is None:  # remat policies share them
+        moments = dict.fromkeys(_moment(held, symbols, precision) for held in alive)  # in order
+        largest = symbols.moments[key] = _largest_moments(moments, symbols)
+    return largest
 
 
 def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool) -> tuple[Moment, ...]:
@@ -223,7 +230,9 @@ def _made(item: LocalOp | Transfer) -> tuple[Held, ...]:
 def _moment(alive: Collection[Held], symbols: Symbols, precision: Precision, gathered: Collection[Held] = ()) -> Moment:
     held = [h for h in alive if h.tensor.kind is Kind.ACTIVATION]
     unreduced = [(symbols.held(h), precision.reductions.bytes) for h in alive if h.tensor.kind is Kind.GRADIENT]
-    weights = [(symbols.held(h), element_bytes(h.tensor, precision)) for h in alive if h in gathered]
+    weights = (
+        [(symbols.held(h), element_bytes(h.tensor, precision)) for h in alive if h in gathered] if gathered else []
+    )
     return symbols.held_bytes(held, precision), symbols.sum([*unreduced, *weights])
 
 
@@ -232,15 +241,14 @@ def _largest_moments(moments: Iterable[Moment], symbols: Symbols) -> tuple[Momen
     weights = {
         one: {(p, v): w for p, part in enumerate(one) for v, w in symbols.weights(part).items()} for one in moments
     }
-
-    def within(one: Moment, other: Moment) -> bool:
-        mine, there = weights[one], weights[other]
-        return mine.keys() <= there.keys() and all(there[volume] >= w for volume, w in mine.items())
-
-    largest: list[Moment] = []
+    largest: dict[Moment, dict[tuple[int, Volume], float]] = {}
     for one in sorted(weights, key=lambda one: sum(weights[one].values()), reverse=True):
-        if not any(within(one, other) for other in largest):  # two that hold the same in other orders count once
-            largest.append(one)
+        mine = weights[one]
+        for there in largest.values():  # two that hold the same in other orders count once
+            if mine.keys() <= there.keys() and all(there[volume] >= w for volume, w in mine.items()):
+                break
+        else:
+            largest[one] = mine
     return tuple(one for one in weights if one in largest)
 
 

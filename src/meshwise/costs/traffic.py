@@ -289,7 +289,8 @@ def _buckets(transfers: list[Transfer]) -> list[Bucket]:
 
 def _is_of_gates(t: Transfer) -> bool:
     """Whether it moves one number a slot."""
-    return tuple(a.partition(".")[0] for a in t.tensor.axes) == ("E", "C")
+    axes = t.tensor.axes
+    return len(axes) == 2 and axes[0].partition(".")[0] == "E" and axes[1].partition(".")[0] == "C"
 
 
 def _route(t: Transfer) -> tuple[object, ...]:

@@ -51,7 +51,7 @@ class _Placer:
         self.copies: set[tuple[str, Sharding]] = set()
         self.circling: set[str] = set()  # keys, values and their gradients, in ring attention
         self.forms: dict[str, list[Sharding]] = {}  # what each tensor became on its ways
-        self.wanted: dict[str, set[Sharding]] = {}  # as what each tensor was read
+        self.wanted: dict[str, list[Sharding]] = {}  # as what each tensor was read
         self.items: list[LocalOp | Transfer] = []
 
     def run_forward(self, block: Block) -> None:
@@ -65,8 +65,7 @@ class _Placer:
         """Place one operation."""
         if self.strategy.ring:
             self.circling |= _circling(op)
-        if op.name in self.known:
-            placed = self.known[op.name]
+        if placed := self.known.get(op.name):
             for held in placed.inputs:
                 self.bring(held.tensor, held.sharding, op.name)
             self._append(placed)
@@ -158,9 +157,9 @@ class _Placer:
             reader: operation that waits for it.
             as_it_is: whether a partial sum is moved as such, instead of being completed for all readers.
         """
-        self.wanted.setdefault(t.name, set()).add(wanted)
+        self.wanted.setdefault(t.name, []).append(wanted)
         held = self.held[t.name] if as_it_is else self.settle(t.name, reader)
-        is_there = held.sharding == wanted or (t.name, wanted) in self.copies
+        is_there = held.sharding is wanted or held.sharding == wanted or (t.name, wanted) in self.copies
         if not is_there and (as_it_is or not self._lies_in_a_copy(t, wanted)):
             self._move(held, wanted, reader)
             self.copies.add((t.name, wanted))
@@ -182,13 +181,15 @@ class _Placer:
     def _move(self, held: Held, target: Sharding, reader: str) -> None:
         purposes = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}
         purpose = purposes.get(held.tensor.kind, Purpose.ACTIVATIONS)
-        self.forms.setdefault(held.tensor.name, []).extend(c.after for c in reshard(held.sharding, target))
-        if held.tensor.name.removeprefix("d_").removesuffix(".parts") in self.beside:
+        name, steps = held.tensor.name, reshard(held.sharding, target)
+        self.forms.setdefault(name, []).extend([c.after for c in steps])
+        if self.beside and name.removeprefix("d_").removesuffix(".parts") in self.beside:
             self.items += _pieces(held, target, reader)
             return
-        for transfer in _transfers(held, target, purpose, reader):
-            circles = held.tensor.name in self.circling and transfer.collective.kind in _CIRCLED
-            self.items.append(replace(transfer, purpose=Purpose.RING) if circles else transfer)
+        for c in steps:
+            if c.kind is not CollectiveKind.SLICE:
+                circles = name in self.circling and c.kind in _CIRCLED
+                self.items.append(Transfer(held.tensor, c, Purpose.RING if circles else purpose, reader))
 
 
 def is_placed_uniformly(op: Op) -> bool:
@@ -286,7 +287,7 @@ class _Backward(NamedTuple):
     whole: tuple[tuple[int, Held], ...]  # these gradients, each with the number of items after which it is whole
     recomputed: frozenset[str]  # names of operations that run again
     workspace: tuple[Held, ...]  # what they make
-    wanted: dict[str, set[Sharding]]  # as what each tensor is read
+    wanted: dict[str, list[Sharding]]  # as what each tensor is read
 
 
 @lru_cache(maxsize=256)  # ways to store gradients share them
@@ -336,10 +337,9 @@ def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
 def _placed(block: Block, outside: dict[str, Held], *passes: list[LocalOp | Transfer]) -> PlacedBlock:
     """A block with the items of its forward pass, and the weights that this and further passes read."""
     weights = {n: h for n, h in outside.items() if h.tensor.kind is Kind.WEIGHT}
-    read = (h for items in passes for item in items if isinstance(item, LocalOp) for h in item.inputs)
-    gathered = {
-        h.tensor.name: h for h in read if h.tensor.name in weights and h.sharding != weights[h.tensor.name].sharding
-    }
+    inputs = [item.inputs for items in passes for item in items if isinstance(item, LocalOp)]
+    read = [h for held in inputs for h in held if h.tensor.name in weights]
+    gathered = {h.tensor.name: h for h in read if h.sharding != weights[h.tensor.name].sharding}
     own = {t.name: weights[t.name] for t in block.weights}
     return PlacedBlock(
         block=block,
@@ -365,7 +365,7 @@ def _outside(block: Block, strategy: Strategy) -> dict[str, Held]:
 
 
 def _as_read_again(
-    made: dict[str, Held], forms: dict[str, list[Sharding]], wanted: dict[str, set[Sharding]]
+    made: dict[str, Held], forms: dict[str, list[Sharding]], wanted: dict[str, list[Sharding]]
 ) -> dict[str, Held]:
     """Choose as what each activation is kept: of the forms that are no larger, that with the least to move afterwards.
 
@@ -379,8 +379,8 @@ def _as_read_again(
     """
     kept = {}
     for name, own in made.items():
-        small = (f for f in forms.get(name, ()) if f.splitting_axes >= own.sharding.splitting_axes)
-        kept[name] = Held(own.tensor, nearest((own.sharding, *small), wanted.get(name, ())))
+        small = [f for f in forms.get(name, ()) if f.splitting_axes >= own.sharding.splitting_axes]
+        kept[name] = Held(own.tensor, nearest((own.sharding, *small), {*wanted.get(name, ())})) if small else own
     return kept
 
 

@@ -34,6 +34,9 @@ class Held:
     tensor: Tensor
     sharding: Sharding
 
+    def __hash__(self) -> int:  # as of an operation
+        return hash((self.tensor.name, self.sharding.splits))
+
 
 @dataclass(frozen=True, slots=True)
 class LocalOp:

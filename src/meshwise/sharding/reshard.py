@@ -141,10 +141,11 @@ def _cheapest_path(start: _State, moves: _Moves) -> tuple[_Step, ...]:
         if state in done:
             continue
         done.add(state)
+        before = _block(state)
         for step in moves.from_state(state):
             if step[2] not in done:
                 moves_data = step[0] is not CollectiveKind.SLICE
-                merit = (sent + _bytes_sent(step, state), collectives + moves_data, slices + (not moves_data))
+                merit = (sent + _bytes_sent(step, before), collectives + moves_data, slices + (not moves_data))
                 heapq.heappush(queue, (merit, next(order), step[2], (*path, step)))
     raise AssertionError(f"no way from {start} to {moves.target}")
 
@@ -152,7 +153,7 @@ def _cheapest_path(start: _State, moves: _Moves) -> tuple[_Step, ...]:
 def nominal_bytes_sent(step: Collective) -> float:
     """Bytes that each device sends when every mesh axis has 8 devices, in units of the whole tensor."""
     after = (step.after.splits, step.after.unreduced)
-    return _bytes_sent((step.kind, step.mesh_axes, after), (step.before.splits, step.before.unreduced))
+    return _bytes_sent((step.kind, step.mesh_axes, after), _block((step.before.splits, step.before.unreduced)))
 
 
 def nearest(sources: Iterable[Sharding], targets: Iterable[Sharding]) -> Sharding:
@@ -173,9 +174,9 @@ def nearest(sources: Iterable[Sharding], targets: Iterable[Sharding]) -> Shardin
     return min(sources, key=moved)
 
 
-def _bytes_sent(step: _Step, before: _State) -> float:
+def _bytes_sent(step: _Step, before: float) -> float:
     kind, axes, after = step
-    return _sent(kind, 1 - _NOMINAL_SIZE ** -len(axes), _block(before), _block(after))
+    return _sent(kind, 1 - _NOMINAL_SIZE ** -len(axes), before, _block(after))
 
 
 def _block(state: _State) -> float:

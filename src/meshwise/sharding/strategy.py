@@ -108,11 +108,21 @@ class Strategy:
 
     def home(self, axes: tuple[str, ...]) -> Sharding:
         """Where an activation lives between the operations that use it."""
-        return Sharding.of(axes, self.splits(axes))
+        return _home(self, axes)
 
     def stored(self, axes: tuple[str, ...], part: str) -> Sharding:
         """How a weight ("weights"), its accumulated gradient ("gradients") or its "optimizer" state is stored."""
-        return Sharding.of(axes, apply_rules((*self.compute, *getattr(self, part)), axes))
+        return _stored(self, axes, part)
+
+
+@lru_cache(maxsize=65536)
+def _home(strategy: Strategy, axes: tuple[str, ...]) -> Sharding:
+    return Sharding.of(axes, strategy.splits(axes))
+
+
+@lru_cache(maxsize=65536)
+def _stored(strategy: Strategy, axes: tuple[str, ...], part: str) -> Sharding:
+    return Sharding.of(axes, apply_rules((*strategy.compute, *getattr(strategy, part)), axes))
 
 
 def apply_rules(rules: tuple[Rule, ...], axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
