@@ -34,11 +34,20 @@ def make(model, layout, length=LENGTH, **job):
 
 
 def batch_of(step, seed=0):
-    vocabulary = step.stack.program.sizes["V"]
+    """Tokens and labels of a batch; those of a larger one begin with them."""
     shape = step.abstract_batch["tokens"].shape
-    drawn = np.random.default_rng(seed).integers(0, vocabulary, (shape[0] * shape[1], shape[2] + 1)).astype(np.int32)
+    return _placed(step, _drawn(step, shape[0] * shape[1], seed))
+
+
+def _drawn(step, sequences, seed=0):
+    size = sequences, step.abstract_batch["tokens"].shape[-1] + 1
+    return np.random.default_rng(seed).integers(0, step.stack.program.sizes["V"], size).astype(np.int32)
+
+
+def _placed(step, drawn):
     parts = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:]}
-    return {k: jax.device_put(v.reshape(shape), step.abstract_batch[k].sharding) for k, v in parts.items()}
+    abstract = step.abstract_batch
+    return {k: jax.device_put(v.reshape(abstract[k].shape), abstract[k].sharding) for k, v in parts.items()}
 
 
 def layers_of(step):
@@ -77,8 +86,12 @@ def weights_of(step, seed=0):
 def loss_and_gradients(step, weights=None):
     """The loss, and the gradient of every weight by "block/weight", layers in their order in front."""
     loss, gradients = step.gradients(weights or weights_of(step), batch_of(step))
+    return float(loss), by_path(step, gradients)
+
+
+def by_path(step, gradients):
     found = by_layer(step, gradients)
-    return float(loss), {f"{block}/{name}": g for block, run in found.items() for name, g in run.items()}
+    return {f"{block}/{name}": g for block, run in found.items() for name, g in run.items()}
 
 
 def state_of(step, seed=0):
@@ -108,8 +121,20 @@ def by_layer(step, tree):
 
 @cache
 def alone(model, sequences, length=LENGTH):
-    """Loss and gradients of a batch on one device, nothing recomputed."""
-    return loss_and_gradients(make(model, Layout(micro_batch=sequences, remat="none"), length))
+    """Loss and gradients of a batch on one device, nothing recomputed: the means of those of its sequences.
+
+    So that one program does for batches of any size.
+    """
+    step, weights = _of_one_sequence(model, length)
+    batches = (_placed(step, one[None]) for one in _drawn(step, sequences))
+    losses, gradients = zip(*(step.gradients(weights, batch) for batch in batches), strict=True)
+    return float(np.mean(losses)), by_path(step, jax.tree.map(lambda *each: np.mean(each, axis=0), *gradients))
+
+
+@cache
+def _of_one_sequence(model, length):
+    step = make(model, Layout(remat="none"), length)
+    return step, weights_of(step)
 
 
 def worst(found, expected):

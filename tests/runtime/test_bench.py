@@ -151,6 +151,8 @@ def test_rows_are_written_in_the_documented_columns_and_nothing_is_overwritten(t
 @pytest.mark.jax
 def test_a_machine_is_a_cluster_of_the_devices_that_share_it(monkeypatch):
     monkeypatch.setattr("meshwise.costs.machine._STREAMED", 1 << 24)  # a layer or two, which caches hold
+    monkeypatch.setattr("meshwise.runtime.bench._CALLS", 1)
+    monkeypatch.setattr("meshwise.engine.step_bench._STEPS", 1)
     found = meshwise.bench("machine", dtype="fp32", seconds="1ms")
     assert [row.measured.op for row in found.rows if row.measured.category != "collective"] == [
         *["GEMM (m,k)x(k,n)"] * 3, "copy", "copy", "silu_mul", "empty program",
