@@ -5,6 +5,7 @@ Slow: it searches the README's jobs, a whole pod among them, and compiles all la
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ meshwise plan train (.*)$", README, re.MULTILINE)
 
 
+@cache
 def planned(command, **more):
     """What a command asks, asked from Python."""
     model, *words = shlex.split(command)
