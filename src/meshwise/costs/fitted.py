@@ -290,7 +290,7 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
         raise UnknownNameError("software", name, SOFTWARE)
     found = _with(chip, family, SOFTWARE[name])
     if name == "xla" and name != usual:  # as programs compiled for GPUs are scheduled (docs/verify.md)
-        found = replace(found, in_turn=True, late_once=("accumulated",), distinct_dispatch=False)
+        found = replace(found, in_turn=True, late_once=("accumulated", "weights"), distinct_dispatch=False)
     if name == "xla" and family.name == "tpu" and not chip.name.startswith(_TAKE_SUMS):
         found = replace(found, sums_alone=True)
     return replace(found, name="fitted" if name == usual else f"fitted+{name}")
