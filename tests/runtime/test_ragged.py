@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshwise.core.errors import LayoutError
-from meshwise.runtime import forward, ragged, refusals, shardings
-from meshwise.runtime.kernels import gpu_grouped, gpu_rows
+from meshwise.runtime import forward, grouped, ragged, refusals, shardings
+from meshwise.runtime.kernels import gpu_grouped, gpu_rows, tpu_grouped
 from meshwise.sharding.layout import Layout
 from tests.runtime import emulated
 from tests.runtime.steps import alone, dense, loss_and_gradients, make, worst
@@ -143,9 +143,21 @@ def test_so_do_those_that_a_gpu_multiplies(name, monkeypatch):
     own = {
         what: partial(getattr(gpu_grouped, what), interpret=True) for what in ("multiply", "multiply_rows", "unwritten")
     }
-    monkeypatch.setattr(ragged, "_kernel", lambda platform: SimpleNamespace(**own))  # noqa: ARG005
+    for module in (ragged, grouped):
+        monkeypatch.setattr(module, "kernel_for", lambda platform: SimpleNamespace(**own))  # noqa: ARG005
     rows = {what: partial(getattr(gpu_rows, what), interpret=True) for what in ("apply", "gradients", "sums")}
-    monkeypatch.setattr(ragged, "gpu_rows", lambda: SimpleNamespace(**rows))
+    monkeypatch.setattr(grouped, "gpu_rows", lambda: SimpleNamespace(**rows))
+    proved(name)
+
+
+@pytest.mark.jax
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated_exchange")
+@pytest.mark.parametrize("name", ["alone", "exchange-tensor", "exchange-biased"])
+def test_so_do_those_whose_gradients_a_tpu_sums(name, monkeypatch):
+    """Slow because the kernel is interpreted; proves that rows which no device was sent count for nothing."""
+    own = SimpleNamespace(multiply_rows=partial(tpu_grouped.multiply_rows, interpret=True))
+    monkeypatch.setattr(grouped, "_kernel_of_sums", lambda platform: own)  # noqa: ARG005
     proved(name)
 
 

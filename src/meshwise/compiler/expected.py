@@ -217,16 +217,16 @@ class Expected:
     slots: Mapping[Operation, float] = field(default_factory=dict)
 
 
-def slots_over_routed(problem: TrainingProblem, layout: Layout, *, nvidia: bool | None = None) -> float:
+def slots_over_routed(problem: TrainingProblem, layout: Layout, *, grouped: bool | None = None) -> float:
     """Slots of experts in the program over those that tokens are routed to.
 
     Where no token may be dropped, each expert has a slot for every token of a device, and a token chooses `top_k`.
-    `nvidia` says whether it runs on such GPUs, where it does not run on the chips that it is planned for.
+    `grouped` says whether it runs on chips with kernels for ragged products, if not on those that it is planned for.
     """
     mixtures, dropless = problem.model.mixtures, problem.job.capacity_factor is None
-    if nvidia is None:
-        nvidia = problem.cluster.chip.vendor == "nvidia"
-    if not mixtures or not dropless or layout.dispatch(dropless=dropless, nvidia=nvidia) != "slots":
+    if grouped is None:
+        grouped = problem.cluster.chip.vendor in ("nvidia", "google")
+    if not mixtures or not dropless or layout.dispatch(dropless=dropless, grouped=grouped) != "slots":
         return 1.0
     return min(m.experts / m.top_k for m in mixtures)
 

@@ -136,7 +136,8 @@ def _not_compared(result: RunResult) -> Iterator[str]:
     if not result.is_planned_chip:
         chip = result.plan.problem.cluster.chip.name
         yield f"the prediction is for {chip}, but this ran on {result.hardware}: do not compare them"
-    slots = slots_over_routed(result.plan.problem, result.plan.layout, nvidia="nvidia" in result.hardware.lower())
+    grouped = any(name in result.hardware.lower() for name in ("nvidia", "tpu"))
+    slots = slots_over_routed(result.plan.problem, result.plan.layout, grouped=grouped)
     if slots > 1:
         yield (
             f"slots of experts: the program has {slots:,.3g} for each that the prediction counts, so that no token is "

@@ -103,7 +103,7 @@ class Bench:
         """Multiply the rows of each group by a matrix of its own on one device, as `run` does for experts."""
         import jax.numpy as jnp  # noqa: PLC0415
 
-        from meshwise.runtime.ragged import Groups  # noqa: PLC0415
+        from meshwise.runtime.grouped import Groups  # noqa: PLC0415
 
         rows = shape.k if shape.summed else shape.m
         sizes = jnp.full((shape.groups,), rows, jnp.int32)

@@ -125,6 +125,11 @@ class Placement:
         return {*self.mesh.axis_names} <= {"data", "fsdp"} and self.mesh.size > 1
 
     @property
+    def has_grouped_products(self) -> bool:
+        """Whether the devices have kernels that multiply rows of experts by the matrices of these alone."""
+        return self.is_nvidia or self.platform == "tpu"
+
+    @property
     def in_turn(self) -> bool:
         """Whether gradients of a layer's weights are reduced one after the other, and experts' weights gathered last.
 

@@ -259,7 +259,7 @@ def train_step(
         sizes=program.sizes,
         capacity=job.capacity_factor,
         collective_matmul=layout.collective_matmul,
-        expert_dispatch=layout.dispatch(dropless=job.capacity_factor is None, nvidia=placement.is_nvidia),
+        expert_dispatch=layout.dispatch(dropless=job.capacity_factor is None, grouped=placement.has_grouped_products),
         loss=layout.loss,
         zigzag=Zigzag.of(program, placement, int(job.seq_len)),
     )

@@ -200,16 +200,16 @@ class Layout(MeshLayout):
         spread = {"expert": self.expert > 1, "tensor": self.tensor > 1 and not self.expert_tensor_parallel}
         return tuple(axis for axis, here in spread.items() if here)
 
-    def dispatch(self, *, dropless: bool, nvidia: bool) -> str:
+    def dispatch(self, *, dropless: bool, grouped: bool) -> str:
         """How a program gives tokens to experts: "slots" or "ragged".
 
         Args:
             dropless: whether no token may be dropped.
-            nvidia: whether it runs on GPUs that have the kernels of ragged products.
+            grouped: whether it runs on chips that have the kernels of ragged products: NVIDIA's GPUs, and TPUs.
         """
         if self.expert_dispatch != "auto":
             return self.expert_dispatch
-        return "ragged" if dropless and nvidia and len(self.expert_axes) <= 1 else "slots"
+        return "ragged" if dropless and grouped and len(self.expert_axes) <= 1 else "slots"
 
     @property
     def sequences(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.compiler.hlo.bytes_moved import movements
+from meshwise.compiler.hlo.bytes_moved import matmuls, movements
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.hlo.traffic import emitted_collectives, unread
@@ -80,6 +80,24 @@ def test_a_kernel_says_what_it_moves_where_it_leaves_parts_alone():
     silent = entry(X, f'{call}kernel.flops.0.bytes.0/call"}}')
     assert moved(silent) == []
     assert not unread(read_module(silent))
+
+
+@pytest.mark.parametrize(("said", "rows"), [("", 1024), ("kernel.rows.512/", 512)])
+def test_ragged_products_of_tpus_multiply_blocks_that_groups_share_for_each_of_them(said, rows):
+    call = (
+        "  ROOT %m = bf16[1024,256]{1,0} custom-call(%n, %r, %w), "
+        'custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,64,256"}, '
+        f'metadata={{op_name="expert.up/{said}ragged_dot_general/ragged-dot-none"}}'
+    )
+    text = entry(
+        "  %n = s32[4]{0} parameter(0)",
+        "  %r = bf16[1024,64]{1,0} parameter(1)",
+        "  %w = bf16[4,64,256]{2,1,0} parameter(2)",
+        call,
+    )
+    (product,) = matmuls(read_module(text))
+    assert (product.flops, product.dtype, product.kernel) == (2 * (rows + 3 * 128) * 64 * 256, "bf16", True)
+    assert moved(text) == [("custom-call", 16 + 2 * 64 * rows + 2 * 4 * 64 * 256, 2 * 256 * rows, 1)]
 
 
 def test_a_ragged_exchange_moves_what_comes_on_average():

@@ -26,6 +26,10 @@ _WINDOW = re.compile(r"(\w+)=([\w.\-]+)")
 #: What kernels of the runtime say of themselves, in the scopes that they stand in (`runtime.kernels.counted`).
 _SAID = re.compile(r"\bkernel\.flops\.(\d+)(?:\.bytes\.(\d+))?")
 
+#: Rows of a block of XLA's own ragged products on TPUs; and what the runtime says of rows that are expected.
+_BY_GROUPS = re.compile(r'ragged_dot_tiling="(\d+),')
+_ROWS = re.compile(r"\bkernel\.rows\.(\d+)")
+
 
 @dataclass(frozen=True)
 class Matmul:
@@ -66,13 +70,15 @@ def _flops_of_computation(computation: Computation, execution: Execution) -> Ite
     for i in computation.instructions:
         flops = _flops(computation, i)
         if flops:
-            yield Matmul(flops, execution, i.op_name, _dtype(computation, i), kernel=bool(flops_said(i)))
+            yield Matmul(
+                flops, execution, i.op_name, _dtype(computation, i), kernel=bool(_by_groups(i) or flops_said(i))
+            )
 
 
 def _dtype(computation: Computation, i: Instruction) -> str:
     """Format of the operands: of a kernel, which reads tables of integers too, that of the largest."""
     operands = [_operand(computation, i, place) for place in range(len(i.operands))]
-    return max(operands, key=lambda a: a.num_bytes).dtype if flops_said(i) else operands[0].dtype
+    return max(operands, key=lambda a: a.num_bytes).dtype if _by_groups(i) or flops_said(i) else operands[0].dtype
 
 
 def flops_of(module: Module, computation: Computation, i: Instruction) -> tuple[float, str]:
@@ -99,8 +105,11 @@ def moved_by(module: Module, computation: Computation, i: Instruction) -> float:
 
 
 def kernel_says(i: Instruction) -> re.Match[str] | None:
-    """What a kernel says of itself: FLOPs and, where it leaves parts of its arrays alone, bytes."""
-    return _SAID.search(i.op_name) if i.opcode == "custom-call" else None
+    """What a kernel says of itself: FLOPs and, where it leaves parts of its arrays alone, bytes.
+
+    Of what stands in its scope besides, to prepare it, a compiler may make calls too: of a gather, say.
+    """
+    return _SAID.search(i.op_name) if i.opcode == "custom-call" and i.op_name.endswith("call") else None
 
 
 def flops_said(i: Instruction) -> float:
@@ -118,7 +127,23 @@ def _flops(computation: Computation, i: Instruction) -> float:
         contracted = _CONTRACTED.search(i.tail)
         found = _numbers(contracted[1].replace('"', "")) if contracted else ()
         return _dot(_operand(computation, i, 0), _result(i), found)
+    tiling = _by_groups(i)
+    if tiling is not None:
+        groups, depth = _operand(computation, i, -1).dims[0], _operand(computation, i, -2).dims[1]
+        rows = int(tiling[1])  # of a block; those that groups share are multiplied for each of them
+        return 2.0 * rows * (-(_expected_rows(i) // -rows) + groups - 1) * depth * _result(i).dims[1]
     return flops_said(i)
+
+
+def _by_groups(i: Instruction) -> re.Match[str] | None:
+    """What XLA's kernel for TPUs says that multiplies rows [n, D] by the matrices [groups, D, F] of their groups."""
+    return _BY_GROUPS.search(i.tail) if i.opcode == "custom-call" else None
+
+
+def _expected_rows(i: Instruction) -> int:
+    """Of the rows that such a kernel has room for, those that are expected; all, where the program does not say."""
+    said = _ROWS.search(i.op_name)
+    return min(int(said[1]) if said else _result(i).dims[0], _result(i).dims[0])
 
 
 def _operand(computation: Computation, i: Instruction, place: int) -> ArrayShape:
@@ -319,6 +344,10 @@ def _called(operands: Sequence[Instruction], i: Instruction) -> tuple[int, int]:
     if said and said[2]:
         written = min(int(said[2]), sum(_in_memory(a) for a in i.shape.arrays))
         return int(said[2]) - written, written
+    if _by_groups(i):  # it goes over the blocks of rows that there are
+        rows, share = operands[-2], _expected_rows(i) / _result(i).dims[0]
+        read = sum(_stored(o) for o in operands if o is not rows) + round(share * _stored(rows))
+        return read, round(share * _stored(i))
     results = i.shape.arrays[:1] if GEMM.search(target) else i.shape.arrays
     return sum(_stored(o) for o in operands), sum(_in_memory(a) for a in results)
 

@@ -1,7 +1,8 @@
 """Says in the program itself what a kernel multiplies: a compiled kernel is a box to those who read it.
 
 Named scopes survive every compiler, so they carry it: `kernel.flops.N`, and `.bytes.N` behind it where a kernel leaves
-parts of its arrays alone; others move each once. Not here: who reads them (`compiler.hlo`).
+parts of its arrays alone; others move each once. Of XLA's own kernels for rows by group, `kernel.rows.N`. Not here: who
+reads them (`compiler.hlo`).
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ def lowered_for(kind: str) -> Iterator[None]:
 def says(flops: int, num_bytes: int) -> AbstractContextManager[None]:
     """A scope that says what a kernel of a GPU multiplies, and what it reads and writes."""
     return _timed(f"kernel.flops.{flops}.bytes.{num_bytes}", flops, num_bytes)
+
+
+def rows_said(count: int) -> AbstractContextManager[None]:
+    """A scope that says how many rows are expected, of those that there is room for: XLA's kernels skip the others."""
+    return jax.named_scope(f"kernel.rows.{count}")
 
 
 def timed(subscripts: str, *operands: jax.Array) -> AbstractContextManager[None]:
