@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,13 @@ def call(*arguments, code=None, to="", **more):
     if to:
         command = ["bash", "-c", f'set -o pipefail; "$@" {to}', "bash", *command]
     return subprocess.run(command, capture_output=True, text=True, check=False, **more)  # noqa: S603
+
+
+@cache
+def undisturbed(name):
+    """The exit code of a verb, and the seconds that it takes."""
+    begun = time.monotonic()
+    return call(*words(name)).returncode, time.monotonic() - begun
 
 
 @pytest.mark.parametrize("to", ["| head -1", "| head -c 1 >&2", "2>/dev/full", ">/dev/null 2>&-"])
@@ -174,15 +182,13 @@ def judge(code, out, err, whole):
 @pytest.mark.parametrize("name", [name for name in VERBS if name != "load"])
 def test_signals_at_eight_points(name, tmp_path):
     """Slow: 8 forks of each verb. An interrupt gives 130 or an answer, never a traceback or a torn stream."""
-    begun = time.monotonic()
-    expected = call(*words(name)).returncode
-    interval = (time.monotonic() - begun) / 8
+    expected, seconds = undisturbed(name)
     # A fork of a sweep writes the table of the process that it comes from, and may be in its way.
     for number in range(3 if name == "sweep" else 1):
         folder = tmp_path / str(number)
         folder.mkdir()
         with (folder / "out").open("a") as out, (folder / "err").open("a") as err:
-            command = [sys.executable, "-c", FORKED, str(folder), str(interval), *words(name)]
+            command = [sys.executable, "-c", FORKED, str(folder), str(seconds / 8), *words(name)]
             if subprocess.run(command, stdout=out, stderr=err, check=False).returncode == expected:  # noqa: S603
                 break
     else:
@@ -218,8 +224,8 @@ def test_an_interrupted_comparison_ends_soon_and_says_what_is_missing():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VERBS)
 def test_surroundings(name, tmp_path):
-    """Slow: four processes of each verb. Homes that are missing or cannot be written, other languages, no network."""
-    expected = call(*words(name)).returncode
+    """Slow: three processes of each verb. Homes that are missing or cannot be written, other languages, no network."""
+    expected, _ = undisturbed(name)
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     plain = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
