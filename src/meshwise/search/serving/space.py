@@ -228,15 +228,15 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
     tick: Callable[[], None],
 ) -> tuple[Candidates, ...]:
     found: dict[ServingLayoutChoices, list[tuple[ServingLayout, NDArray[np.integer[Any]]]]] = {}
+    laid: dict[tuple[int, ...], NDArray[np.integer[Any]]] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
             tick()
             if any(mesh.get(axis, 1) > 1 for axis in forbid):
                 continue
-            mappings = _distinct(mesh, fabric)
-            if not mappings:
+            extents = _extents(mesh, fabric, laid)
+            if not len(extents):
                 continue
-            extents = _extents(mappings, len(fabric.dimensions))
             for choice in _choices(mesh, step, limits):
                 layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
                 found.setdefault(layout.structure, []).append((layout, extents))
@@ -258,28 +258,45 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
     return list(seen.values())
 
 
-def _extents(mappings: list[AxisMapping], dimensions: int) -> NDArray[np.integer[Any]]:
-    """Extents of every way to lay a mesh on the network, [way, axis, dimension]; there may be millions."""
-    ones = (1,) * dimensions
-    each = [[wiring.get(a, ones) for a in SERVING_AXES] for wiring in mappings]
-    kind = np.min_scalar_type(max(max(e) for e in itertools.chain(*each)))
-    return np.array(each, dtype=kind).reshape(len(mappings), len(SERVING_AXES), dimensions)
+def _extents(
+    mesh: dict[str, int], fabric: Fabric, laid: dict[tuple[int, ...], NDArray[np.integer[Any]]]
+) -> NDArray[np.integer[Any]]:
+    """Extents of every way to lay a mesh on the network, [way, axis, dimension]; there may be millions.
+
+    Axes of the same sizes in the same order are laid alike, whatever they are for: `laid` keeps those of each sizes.
+    """
+    used = [i for i, axis in enumerate(SERVING_AXES) if mesh.get(axis, 1) > 1]
+    sizes = tuple(mesh[SERVING_AXES[i]] for i in used)
+    if sizes not in laid:
+        laid[sizes] = _of_axes([SERVING_AXES[i] for i in used], _distinct(mesh, fabric), len(fabric.dimensions))
+    ways = laid[sizes]
+    extents = np.ones((len(ways), len(SERVING_AXES), len(fabric.dimensions)), ways.dtype)
+    extents[:, used] = ways
+    return extents
+
+
+def _of_axes(axes: list[str], mappings: list[AxisMapping], dimensions: int) -> NDArray[np.integer[Any]]:
+    """Extents of these axes, [way, axis, dimension]."""
+    each = [[wiring[a] for a in axes] for wiring in mappings]
+    kind = np.min_scalar_type(max(itertools.chain.from_iterable(itertools.chain.from_iterable(each)), default=1))
+    return np.array(each, dtype=kind).reshape(len(mappings), len(axes), dimensions)
 
 
 def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, NDArray[np.integer[Any]]]]) -> Candidates:
     layouts = tuple(layout for layout, _ in found)
+    chips = [x.engine_chips for x in layouts]
     return Candidates(
         structure,
         layouts,
         np.repeat(np.arange(len(layouts), dtype=np.int32), [len(extents) for _, extents in found]),
         np.ascontiguousarray(np.concatenate([extents for _, extents in found]).transpose(1, 2, 0)),
         {a: np.array([float(getattr(x, a)) for x in layouts]) for a in SERVING_AXES},
-        np.array([float(x.engine_chips) for x in layouts]),
-        tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x in layouts),
-        tuple(_cached_as(x) for x in layouts),
+        np.array(chips, float),
+        tuple((n, x.weight_ways, x.expert, x.stage) for n, x in zip(chips, layouts, strict=True)),
+        tuple(_cached_as(x, structure) for x in layouts),
     )
 
 
-def _cached_as(x: ServingLayout) -> object:
+def _cached_as(x: ServingLayout, structure: ServingLayoutChoices) -> object:
     """What of a layout says how it splits a cache."""
-    return (*x.sizes.values(), x.structure.cache_split, x.expert_tensor_parallel, x.context_method)
+    return (*x.sizes.values(), structure.cache_split, x.expert_tensor_parallel, x.context_method)
