@@ -6,7 +6,7 @@ with these. Not here: seconds (`step`).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -158,13 +158,15 @@ class CollectiveLowering:
         An optimizer that works on whole matrices adds an exchange of their shards, there and back, once a step.
         """
         groups: dict[_Group, list[Bucket]] = {}
-        for when, items in ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step)):
-            for bucket in _buckets([item for item in items if isinstance(item, Transfer)]):
+        back = [item for item in placed.backward if isinstance(item, Transfer)]
+        forward = [item for item in placed.forward if isinstance(item, Transfer)]
+        for when, transfers in ((Pass.FORWARD, forward), (Pass.BACKWARD, back), (Pass.STEP, placed.step)):
+            for bucket in _buckets(transfers):
                 groups.setdefault(self._group(when, bucket), []).append(bucket)
         exchanged: dict[tuple[str, ...], list[Bucket]] = {}
         for _, item in update_transfers(placed, optimizer):
             exchanged.setdefault(item.collective.mesh_axes, []).append((item,))
-        kept = {t.tensor.name for t in placed.backward if isinstance(t, Transfer)}
+        kept = {t.tensor.name for t in back}
         makers = {item.op.name: item.output.tensor.kind for item in placed.backward if isinstance(item, LocalOp)}
         late = frozenset(name for name, kind in makers.items() if kind is Kind.GRADIENT)
         return (
@@ -197,17 +199,14 @@ class CollectiveLowering:
         own = self._bucket_bytes(bucket) if first.purpose in _ONE_BY_ONE else ()
         return (when, first.purpose, first.collective.kind, first.collective.mesh_axes, own)
 
-    def _bucket_bytes(self, bucket: Bucket) -> tuple[tuple[Volume, float], ...]:
+    def _bucket_bytes(self, bucket: Iterable[Transfer]) -> tuple[tuple[Volume, float], ...]:
         """Bytes of the local blocks that the collective is counted by, as terms of a sum."""
-        return tuple(
-            (
-                self.symbols.block(t.tensor.axes, _counted(t).splits),
-                self.precision.reductions.bytes
-                if t.purpose is Purpose.GRADIENTS
-                else element_bytes(t.tensor, self.precision),
-            )
-            for t in bucket
-        )
+        terms = []
+        for t in bucket:
+            added = t.purpose is Purpose.GRADIENTS
+            num_bytes = self.precision.reductions.bytes if added else element_bytes(t.tensor, self.precision)
+            terms.append((self.symbols.block(t.tensor.axes, _counted(t).splits), num_bytes))
+        return tuple(terms)
 
     def _template(
         self,
@@ -226,13 +225,14 @@ class CollectiveLowering:
             kept: tensors that are sent in the backward pass.
             recomputed: operations that this runs again.
         """
-        when, purpose, kind, mesh_axes, _ = group
+        when, purpose, kind, mesh_axes, own = group
         one_by_one = purpose in _ONE_BY_ONE
         items = [t for bucket in buckets for t in bucket]
         # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
         # bucket.
         counted = buckets[:1] if one_by_one else buckets
-        num_bytes = self.symbols.sum(term for bucket in counted for term in self._bucket_bytes(bucket))
+        terms = own or self._bucket_bytes([t for bucket in counted for t in bucket])
+        num_bytes = self.symbols.sum(terms)
         # Shards of weights are padded alike, and the padding travels: what is gathered is one shard times the group.
         by_shard = not one_by_one and kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
         scaled_by = mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else ()
@@ -275,10 +275,11 @@ def _splits_of(transfers: list[Transfer]) -> set[str]:
     }
 
 
-def _buckets(transfers: list[Transfer]) -> list[Bucket]:
+def _buckets(transfers: Sequence[Transfer]) -> list[Bucket]:
     """What travels in one collective: the gates of slots go with the slots that are on the same way."""
-    buckets: list[Bucket] = [(t,) for t in transfers if not _is_of_gates(t)]
-    for gates in filter(_is_of_gates, transfers):
+    of_gates = [len(t.tensor.axes) == 2 and _is_of_gates(t) for t in transfers]
+    buckets: list[Bucket] = [(t,) for t, of in zip(transfers, of_gates, strict=True) if not of]
+    for gates in (t for t, of in zip(transfers, of_gates, strict=True) if of):
         alone = [i for i, b in enumerate(buckets) if len(b) == 1 and _route(b[0]) == _route(gates)]
         if alone:
             buckets[alone[0]] += (gates,)
@@ -289,8 +290,7 @@ def _buckets(transfers: list[Transfer]) -> list[Bucket]:
 
 def _is_of_gates(t: Transfer) -> bool:
     """Whether it moves one number a slot."""
-    axes = t.tensor.axes
-    return len(axes) == 2 and axes[0].partition(".")[0] == "E" and axes[1].partition(".")[0] == "C"
+    return tuple([a.partition(".")[0] for a in t.tensor.axes]) == ("E", "C")
 
 
 def _route(t: Transfer) -> tuple[object, ...]:
