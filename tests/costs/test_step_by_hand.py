@@ -169,7 +169,7 @@ def test_sums_of_gradients_that_nothing_runs_beside():
     assert other.lower == exactly(busier + s.resources["data"])
     assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
 
-    # Over all of a square slice XLA makes AllReduces of our sums, over a part of it and over other slices none.
+    # Over all of a square slice, or of one of three dimensions, XLA makes AllReduces of our sums; else none.
     ours, plain = (
         {
             (on, ways): step(on, alone, in_step=own, fsdp=ways, data=64 // ways, zero=0, remat="none", wires=wires)[0]
@@ -177,13 +177,16 @@ def test_sums_of_gradients_that_nothing_runs_beside():
                 ("v5e:8x8", 64, (("fsdp", (8, 8)),)),
                 ("v5e:4x16", 64, (("fsdp", (4, 16)),)),
                 ("v5e:8x8", 8, (("fsdp", (8, 1)), ("data", (1, 8)))),
+                ("v5p:4x4x4", 64, (("fsdp", (4, 4, 4)),)),
+                ("v5p:4x4x4", 16, (("fsdp", (4, 4, 1)), ("data", (1, 1, 4)))),
             )
         }
         for own in (True, False)
     )
     sums = {key: s.resources["fsdp"] - plain[key].resources["fsdp"] for key, s in ours.items()}
     assert sums["v5e:8x8", 64] == exactly(63 / 64 * 2 * PARAMETERS / (2 * 45e9)), "a corner has two links"
-    assert sums["v5e:4x16", 64] == sums["v5e:8x8", 8] == 0
+    assert sums["v5p:4x4x4", 64] == exactly(63 / 64 * 2 * PARAMETERS / (6 * 90e9)), "rings in three dimensions"
+    assert sums["v5e:4x16", 64] == sums["v5e:8x8", 8] == sums["v5p:4x4x4", 16] == 0
     longer = ours["v5e:8x8", 64].terms["fsdp"] - plain["v5e:8x8", 64].terms["fsdp"]
     assert longer > sums["v5e:8x8", 64] > 0
 

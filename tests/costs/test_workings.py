@@ -115,10 +115,12 @@ def test_keeping_a_ledger_changes_nothing(drawn):
     assert evaluate_layout(*drawn, Ledger()) == evaluate_layout(*drawn)
 
 
-def test_sums_over_a_square_slice_are_explained_as_they_run():
-    """In our own programs as AllReduces, in the bound, too; on a slice of other sides as ReduceScatters."""
+def test_sums_over_a_whole_slice_are_explained_as_they_run():
+    """In our own programs as AllReduces, in the bound, too; on other slices of two dimensions as ReduceScatters."""
     alone = replace(IDENTITY, compiled=True, sums_alone=True)
-    for on, extents, kind in (("v5e:4x4", (4, 4), "all-reduce"), ("v5e:2x8", (2, 8), "reduce-scatter")):
+    slices = (("v5e:4x4", "all-reduce"), ("v5e:2x8", "reduce-scatter"), ("v5p:2x2x4", "all-reduce"))
+    for on, kind in slices:
+        extents = tuple(map(int, on.partition(":")[2].split("x")))
         drawn = case(on, calibration=alone, fsdp=extents, remat="none")
         drawn = drawn._replace(problem=replace(drawn.problem, in_step=True))
         w, estimate = work_out(*drawn), estimate_training(*drawn)

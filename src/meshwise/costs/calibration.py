@@ -154,8 +154,7 @@ class Calibration:
             neighbours (Narayanan et al. 2021, section 4.1).
         adds_gradients: whether gradients of weights are added to those of earlier microbatches by an operation of its
             own, and not by the matmul that makes them.
-        square_sums: chips of a square slice, over all of which gradients are summed by AllReduces; 0 where by
-            ReduceScatters.
+        slice_sums: chips of a slice, over all of which gradients are summed by AllReduces; 0 where by ReduceScatters.
         whole_sums: highest stage of ZeRO under which gradients are summed on all replicas (AllReduce) that share out a
             part each: with 1 after the backward pass, with 2 those of ZeRO-2 with every microbatch, too.
         compute_units: of the chip, each of which makes a tile of a matmul's product at a time, so that the last wave of
@@ -231,7 +230,7 @@ class Calibration:
     software: str = ""
     scattered_sends: bool = False
     adds_gradients: bool = False
-    square_sums: int = 0
+    slice_sums: int = 0
     whole_sums: int = 0
     compute_units: float = 0.0
     power_ratio: float = 1.0

@@ -162,8 +162,8 @@ def _collectives(
     found: dict[tuple[CollectiveKind, tuple[str, ...], int, bool], Path] = {}
     for h, sent in sorted(entries, key=lambda e: order.index(e[0].when)):
         flow, num_bytes, count = sent.collective, sent.num_bytes, sent.number
-        square = flow.scatters_sums and wires(flow.key.mesh_axes).size == calibration.square_sums
-        kind, mesh_axes, routed, _ = flow.run_key(whole_sums=calibration.whole_sums, square=square)
+        whole = flow.scatters_sums and wires(flow.key.mesh_axes).size == calibration.slice_sums
+        kind, mesh_axes, routed, _ = flow.run_key(whole_sums=calibration.whole_sums, whole_slice=whole)
         once, least = routed and calibration.distinct_dispatch, routed and calibration.least_dispatch
         ways = schedules(kind, wires(mesh_axes).carrying(routed=once))
         times = [float(links.seconds(hops, num_bytes * per_byte, True, fill)) for per_byte, hops, fill in ways]
@@ -195,7 +195,7 @@ def _collectives(
             fill=float(ways[algorithm].fill),
             latency_binds=latency >= (each if links.overlapped else each / 2),
             path=found[key],
-            bound=float(wire_time(flow.key.kind, num_bytes, wires(mesh_axes).carrying(routed=least))) * (1 + square),
+            bound=float(wire_time(flow.key.kind, num_bytes, wires(mesh_axes).carrying(routed=least))) * (1 + whole),
             rule=h.rule,
             cover=float(h.cover),
             hidden_by_schedule=behind,

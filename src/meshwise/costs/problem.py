@@ -62,16 +62,16 @@ class TrainingProblem(_Problem):
 
         In our own programs for TPUs nothing runs beside the collectives of a tensor group: compiled ones say so
         (docs/verify.md), where measured ones of MaxText on 16x16 hide them. Where sums stand alone, gathers do, too.
-        Over all of a square slice gradients are summed by AllReduces.
+        Over all of a slice of three dimensions, or of a square one, gradients are summed by AllReduces.
         """
         found = self.calibration.of_slices(self.cluster.num_slices)
         if not (self.in_step and found.compiled and self.cluster.chip.vendor == "google"):
             return found
         network = self.cluster.network
         lengths = [axis.size for axis in network.axes] if isinstance(network, Torus) else []
-        square = len(lengths) == 2 and lengths[0] == lengths[1] and self.cluster.num_slices == 1
-        sums = network.num_chips if square else 0
-        found = replace(found, collective_matmul=False, in_turn=True, square_sums=sums)
+        whole = len(lengths) == 3 or (len(lengths) == 2 and lengths[0] == lengths[1])
+        sums = network.num_chips if whole and self.cluster.num_slices == 1 else 0
+        found = replace(found, collective_matmul=False, in_turn=True, slice_sums=sums)
         return replace(found, late_gathers=False, beside_sums=False) if found.sums_alone else found
 
     @property

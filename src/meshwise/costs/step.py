@@ -318,10 +318,10 @@ class CollectivePrices:
             num_bytes = self.placed(one.bytes(self.extents))
         offered = self.rates.offered(one.key)
         bound = num_bytes * offered.bound if self.rates.bounded else 0.0
-        key, square = one.run_key(whole_sums=self.rates.calibration.whole_sums), self.rates.calibration.square_sums
+        key, chips = one.run_key(whole_sums=self.rates.calibration.whole_sums), self.rates.calibration.slice_sums
         seconds = self.rates.seconds(num_bytes, key, offered if key is one.key else None)
-        if square and one.scatters_sums:
-            whole = offered.link.size == square
+        if chips and one.scatters_sums:
+            whole = offered.link.size == chips
             seconds = where(whole, self.rates.seconds(num_bytes, one.summed_whole), seconds)
             bound = where(whole, 2 * bound, bound)  # an AllReduce is a ReduceScatter and an AllGather
         return num_bytes, seconds, bound

@@ -107,10 +107,10 @@ class CollectiveTemplate:
         """How it is sent where each device gets the whole sum."""
         return self.key._replace(kind=CollectiveKind.ALL_REDUCE)
 
-    def run_key(self, *, whole_sums: int, square: bool = False) -> CollectiveKey:
-        """How software sends it; `whole_sums` as in `Calibration`, `square` where it goes over such a slice."""
+    def run_key(self, *, whole_sums: int, whole_slice: bool = False) -> CollectiveKey:
+        """How software sends it; `whole_sums` as in `Calibration`, `whole_slice` where sums over it are AllReduces."""
         zero = 1 if self.when is Pass.STEP else 2 if "data" in self.key.mesh_axes else 3
-        return self.summed_whole if self.scatters_sums and (square or zero <= whole_sums) else self.key
+        return self.summed_whole if self.scatters_sums and (whole_slice or zero <= whole_sums) else self.key
 
 
 class Sent(NamedTuple):

@@ -105,7 +105,7 @@ def _busy_network(w: Breakdown, name: str, seconds: float) -> Explanation:
     return Explanation(
         f"busy: {name} network",
         "sum over its collectives of number x bytes / data-sheet bandwidth, hops and achieved share left out"
-        + (scattered if any(c.sums_whole for c in own) and not w.problem.on_slices.square_sums else ""),
+        + (scattered if any(c.sums_whole for c in own) and not w.problem.on_slices.slice_sums else ""),
         " + ".join(f"{number(n)} x {one}" for one, n in counts.items()),
         format_time(seconds),
         f"{SHARDED}; the collectives above name the bandwidths",
