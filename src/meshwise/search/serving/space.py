@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ from meshwise.models.spec import SelfAttention
 from meshwise.search.candidates import Array, Index
 from meshwise.search.network import Recent
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout, ServingLayoutChoices
+
+Integers: TypeAlias = NDArray[np.integer[Any]]
 
 _AXES: dict[Step, tuple[str, ...]] = {
     "decode": ("tensor", "cache", "width", "expert", "stage"),
@@ -53,7 +55,7 @@ class Candidates:
     structure: ServingLayoutChoices
     layouts: tuple[ServingLayout, ...]
     places: Index
-    extents: NDArray[np.integer[Any]]
+    extents: Integers
     mesh: dict[str, Array]
     chips: Array
     stored: tuple[object, ...]
@@ -227,8 +229,8 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
     forbid: tuple[str, ...],
     tick: Callable[[], None],
 ) -> tuple[Candidates, ...]:
-    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, NDArray[np.integer[Any]]]]] = {}
-    laid: dict[tuple[int, ...], NDArray[np.integer[Any]]] = {}
+    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, Integers]]] = {}
+    laid: dict[tuple[int, ...], Integers] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
             tick()
@@ -258,9 +260,7 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
     return list(seen.values())
 
 
-def _extents(
-    mesh: dict[str, int], fabric: Fabric, laid: dict[tuple[int, ...], NDArray[np.integer[Any]]]
-) -> NDArray[np.integer[Any]]:
+def _extents(mesh: dict[str, int], fabric: Fabric, laid: dict[tuple[int, ...], Integers]) -> Integers:
     """Extents of every way to lay a mesh on the network, [way, axis, dimension]; there may be millions.
 
     Axes of the same sizes in the same order are laid alike, whatever they are for: `laid` keeps those of each sizes.
@@ -275,14 +275,14 @@ def _extents(
     return extents
 
 
-def _of_axes(axes: list[str], mappings: list[AxisMapping], dimensions: int) -> NDArray[np.integer[Any]]:
+def _of_axes(axes: list[str], mappings: list[AxisMapping], dimensions: int) -> Integers:
     """Extents of these axes, [way, axis, dimension]."""
     each = [[wiring[a] for a in axes] for wiring in mappings]
     kind = np.min_scalar_type(max(itertools.chain.from_iterable(itertools.chain.from_iterable(each)), default=1))
     return np.array(each, dtype=kind).reshape(len(mappings), len(axes), dimensions)
 
 
-def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, NDArray[np.integer[Any]]]]) -> Candidates:
+def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, Integers]]) -> Candidates:
     layouts = tuple(layout for layout, _ in found)
     chips = [x.engine_chips for x in layouts]
     return Candidates(
