@@ -221,7 +221,7 @@ def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
         tokens = sizes.micro_batch * problem.job.seq_len / shards
         experts, chosen = bound["E"], bound["top_k"]
         scatter = (experts - chosen) / max(experts - 1, 1)  # a token's experts differ
-        if problem.calibration.compiled and problem.cluster.chip.vendor == "nvidia" and not problem.job.capacity_factor:
+        if problem.has_dropless_capacity:
             bound[_CAPACITY] = bound["C"] * dropless_capacity(experts, chosen, devices)
         bound["C"] = bound["C"] * expert_load(problem.job, tokens * chosen, devices, scatter=scatter)
     positions = problem.job.seq_len / (sizes.context * sizes.ulysses)

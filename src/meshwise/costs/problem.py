@@ -75,6 +75,16 @@ class TrainingProblem(_Problem):
         return replace(found, late_gathers=False, beside_sums=False) if found.sums_alone else found
 
     @property
+    def has_dropless_capacity(self) -> bool:
+        """Whether programs have room for all rows that could come to a device's experts.
+
+        Those of XLA for NVIDIA's GPUs, where no token may be dropped, and our own for TPUs.
+        """
+        vendor, calibration = self.cluster.chip.vendor, self.calibration
+        ragged = vendor == "nvidia" or (vendor == "google" and self.in_step)
+        return calibration.compiled and ragged and not self.job.capacity_factor
+
+    @property
     def made_in_step(self) -> float | None:
         """Bytes of a gradient as it is made over those of a sum, where stages of a compiled program work in step."""
         formats = self.job.formats
