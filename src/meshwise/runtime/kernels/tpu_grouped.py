@@ -45,7 +45,7 @@ def multiply_rows(
     rows, others = (jnp.pad(x, ((0, -len(x) % block), (0, 0))) for x in (rows, others))
     (d, f), columns = (rows.shape[1], others.shape[1]), _COLUMNS[block]
     blocks = -(-mean // block) + len(sizes) - 1
-    read = rows.nbytes * -(-f // columns[1]) + others.nbytes * -(-d // columns[0])
+    read = mean * rows.dtype.itemsize * (d * -(-f // columns[1]) + f * -(-d // columns[0]))
     written = len(sizes) * d * f * jnp.dtype(dtype).itemsize
     with says(2 * blocks * block * d * f, read + written):
         made: jax.Array = _megablox.tgmm(
