@@ -71,9 +71,10 @@ def lowered_for(kind: str) -> Iterator[None]:
         _LOWERED_FOR.reset(token)
 
 
-def says(flops: int, num_bytes: int) -> AbstractContextManager[None]:
-    """A scope that says what a kernel of a GPU multiplies, and what it reads and writes."""
-    return _timed(f"kernel.flops.{flops}.bytes.{num_bytes}", flops, num_bytes)
+def says(flops: int, num_bytes: int, *, gpu: bool = True) -> AbstractContextManager[None]:
+    """A scope that says what a kernel multiplies, and what it reads and writes; one of a GPU also how long it takes."""
+    name = f"kernel.flops.{flops}.bytes.{num_bytes}"
+    return _timed(name, flops, num_bytes) if gpu else jax.named_scope(name)
 
 
 def rows_said(count: int) -> AbstractContextManager[None]:

@@ -47,7 +47,7 @@ def multiply_rows(
     blocks = -(-mean // block) + len(sizes) - 1
     read = mean * rows.dtype.itemsize * (d * -(-f // columns[1]) + f * -(-d // columns[0]))
     written = len(sizes) * d * f * jnp.dtype(dtype).itemsize
-    with says(2 * blocks * block * d * f, read + written):
+    with says(2 * blocks * block * d * f, read + written, gpu=False):
         made: jax.Array = _megablox.tgmm(
             rows.swapaxes(0, 1), others, sizes.astype(jnp.int32), jnp.dtype(dtype), (block, *columns),
             interpret=interpret,
