@@ -164,9 +164,9 @@ def test_sums_of_gradients_that_nothing_runs_beside():
     layout = {"tensor": 4, "data": 16, "remat": "none", "wires": wires}
     alone = replace(alone, collective_matmul=True, compiled=True)
     (s, _), (other, _) = (step("v5p:4x4x4", alone, in_step=ours, **layout) for ours in (True, False))
-    busier = max(s.resources["compute"], s.resources["hbm"])
+    busier, others = (max(one.resources["compute"], one.resources["hbm"]) for one in (s, other))
     assert s.lower == exactly(busier + s.resources["tensor"] + s.resources["data"])
-    assert other.lower == exactly(busier + s.resources["data"])
+    assert other.lower == exactly(others + s.resources["data"])
     assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
 
     # Over all of a square slice, or of one of three dimensions, XLA makes AllReduces of our sums; else none.
@@ -194,7 +194,7 @@ def test_sums_of_gradients_that_nothing_runs_beside():
     beside = replace(alone, sums_alone=False)
     (s, _), (other, _) = (step("v5p:4x4x4", beside, in_step=ours, **layout) for ours in (True, False))
     assert busier < s.lower <= (busier + s.resources["tensor"]) * (1 + 1e-9)
-    assert other.lower == exactly(busier)
+    assert other.lower == exactly(others)
     assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
     assert s.terms["data"] == other.terms["data"], "sums of gradients hide as before"
 
@@ -302,3 +302,30 @@ def test_bounds_of_a_compute_bound_step():
     assert s.lower == exactly(total / V5P["peak"])
     assert s.resources["compute"] == s.lower
     assert math.fsum(s.terms.values()) == exactly(s.expected)
+
+
+def test_bounds_of_our_own_programs_count_what_xla_leaves():
+    compiled = replace(IDENTITY, compiled=True)
+    hidden, kv, wide = (2 * T * width for width in (D, KH, F))
+    moved = {}
+    for on, wires in (("h100:8", (8,)), ("v6e:2x4", (2, 4))):
+        for layers in (1, 2):
+            layout = {"layers": layers, "fsdp": 8, "remat": "none", "wires": (("fsdp", wires),)}
+            (s, chip), (other, _) = (step(on, compiled, in_step=ours, **layout) for ours in (True, False))
+            # Of attention's gradients, one kernel finds those of queries and one those of keys and values: two of five
+            # products are computed twice.
+            scores = 4 * NH * T * (T + 1) / 2
+            again = (s.resources["compute"] - other.resources["compute"]) * chip.flops_per_s[DType.BF16]
+            assert again == pytest.approx(layers * scores, rel=1e-9)
+            assert s.flops == other.flops
+            moved[on, layers] = (s.resources["hbm"] - other.resources["hbm"]) * chip.hbm_bandwidth
+    a_layer = moved["h100:8", 2] - moved["h100:8", 1]
+    # Norms read and write the stream, as do positions queries and keys; sums read two and write one, gates those of F.
+    forward = 2 * 2 * hidden + 2 * hidden + 2 * kv + 2 * 3 * hidden + 3 * wide
+    # Backward: gates read both and a gradient, and write two; norms read two and write one, and once more for their own
+    # weights; gradients of what two products read, or three, and of what goes past them, are added up.
+    backward = 5 * wide + 2 * (3 + 2) * hidden + 2 * hidden + 2 * kv + (3 + 4) * hidden + 2 * 3 * hidden
+    assert a_layer == pytest.approx(forward + backward, rel=0.01)
+    # Keys and values of 16 MiB stay in VMEM: made, turned, read by attention, and their gradients the same way back.
+    stays = a_layer - (moved["v6e:2x4", 2] - moved["v6e:2x4", 1])
+    assert 14 * kv < stays < 18 * kv

@@ -61,7 +61,7 @@ class PassCompute:
         flops: on the matrix unit, padding of uneven shards included.
         busy: seconds of those at the data-sheet rates of their formats.
         matmul_bytes: HBM traffic of matmuls, attention and lookups that no fusion removes, nor a chip that holds what
-            it is said to.
+            it is said to; of our own programs, which are what XLA fuses, that of all operations.
         seconds: expected: per operation the longer of its FLOPs (tiles padded) and its bytes, at achieved rates.
         serial_seconds: the same with nothing overlapped: FLOPs and bytes added up.
         attention_seconds: of `seconds`, those of attention itself, which a ring's sends hide behind.
@@ -216,6 +216,8 @@ class OperationPrices:
         rates: of the chip.
         bounded: whether bounds are asked for; else passes have expected seconds alone.
         onchip: bytes of an activation that bounds do not count, as it may stay on the chip between operations.
+        own: the same for a step of our own runtime as XLA compiles it, in arrays that stay whole or not at all: its
+            bounds count what operations between matmuls move, and what its attention computes twice; else None.
     """
 
     def __init__(
@@ -226,12 +228,14 @@ class OperationPrices:
         *,
         bounded: bool = True,
         onchip: float = 0.0,
+        own: float | None = None,
     ) -> None:
         self.ops = ops
         self.extents = extents
         self.rates = rates
         self.bounded = bounded
         self.onchip = onchip
+        self.own = own
         self._known: dict[int, OpCompute] = {}
         self._passes: dict[tuple[int, ...], PassCompute] = {}
 
@@ -242,6 +246,8 @@ class OperationPrices:
             known = op_compute(self.ops[number], self.extents, self.rates, bounded=self.bounded)
             if not self.bounded:  # arrays that nobody asks for would fill the cache
                 known = OpCompute(*(_NONE,) * 5, known.seconds, _NONE)
+            elif self.own is not None and known.busy is not _NONE:
+                known = replace(known, busy=known.busy * _computed_again(self.ops[number]))
             self._known[number] = known
         return known
 
@@ -264,18 +270,31 @@ class OperationPrices:
             if one.flops is not _NONE:
                 flops = one.flops if flops is _NONE else flops + one.flops
                 busy = one.busy if busy is _NONE else busy + one.busy
-            if not op.fusible:
-                least = self._least_bytes(op) if self.onchip else one.num_bytes
+            if self.own is not None or not op.fusible:
+                least = one.num_bytes if self.own is None and not self.onchip else self._least_bytes(op)
                 moved = least if moved is _NONE else moved + least
             serial = one.serial_seconds if serial is _NONE else serial + one.serial_seconds
         return PassCompute(flops, busy, moved, seconds, serial, attention)
 
     def _least_bytes(self, op: LoweredOp) -> Num:
-        """HBM traffic that no schedule avoids: weights and caches, and what of an activation the chip cannot hold."""
+        """HBM traffic of weights and caches, and of activations: of each what the chip cannot hold, or all of it."""
         least: Num = self.extents.weighted(op.stored)
         for activation in op.kept:
-            least = least + maximum(self.extents.weighted(activation) - self.onchip, 0.0)
+            num_bytes = self.extents.weighted(activation)
+            if self.own is None:
+                least = least + maximum(num_bytes - self.onchip, 0.0)
+            else:
+                least = least + where(num_bytes > self.own, num_bytes, 0.0)
         return least
+
+
+def _computed_again(op: LoweredOp) -> float:
+    """Products that our kernels compute over those that attention needs.
+
+    Backward, one is for the gradients of queries and one for those of keys and values, and both make the scores and
+    their gradients: seven products, where five would do.
+    """
+    return 7 / 5 if op.attention is not None and op.attention[0].gradient else 1.0
 
 
 def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded: bool = True) -> OpCompute:

@@ -143,7 +143,8 @@ def local_prices(
 
     def made() -> OperationPrices:
         extents = local_extents(problem, structure, sizes)
-        return OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates, bounded=bounded)
+        ops, rates = problem.lowered.ops.values, problem.compute_rates
+        return OperationPrices(ops, extents, rates, bounded=bounded, own=problem.kept_on_chip if bounded else None)
 
     own = sizes.micro_batch, sizes.context, sizes.ulysses, sizes.expert, sizes.tensor
     if not all(isinstance(size, float | int) for size in own):

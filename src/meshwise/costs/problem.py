@@ -22,6 +22,10 @@ from meshwise.jobs import ServingLoad, TrainingJob, parse_serving_precision
 from meshwise.models import Model
 from meshwise.sharding.serving import ServingLayoutChoices
 
+#: Share of a TPU's VMEM that an array may fill and stay there between operations of a compiled training step: those of
+#: 24 MiB do on v5e and v6e (128 MiB), those of 32 MiB do not.
+_KEPT_SHARE = 1 / 5
+
 
 class _Problem:
     """What training and serving have in common."""
@@ -65,7 +69,7 @@ class TrainingProblem(_Problem):
         Over all of a slice of three dimensions, or of a square one, gradients are summed by AllReduces.
         """
         found = self.calibration.of_slices(self.cluster.num_slices)
-        if not (self.in_step and found.compiled and self.cluster.chip.vendor == "google"):
+        if not (self.own_program and self.cluster.chip.vendor == "google"):
             return found
         network = self.cluster.network
         lengths = [axis.size for axis in network.axes] if isinstance(network, Torus) else []
@@ -73,6 +77,24 @@ class TrainingProblem(_Problem):
         sums = network.num_chips if whole and self.cluster.num_slices == 1 else 0
         found = replace(found, collective_matmul=False, in_turn=True, slice_sums=sums)
         return replace(found, late_gathers=False, beside_sums=False) if found.sums_alone else found
+
+    @property
+    def own_program(self) -> bool:
+        """Whether what runs is a step of meshwise's own runtime, compiled by XLA."""
+        return self.in_step and self.calibration.compiled
+
+    @property
+    def kept_on_chip(self) -> float | None:
+        """Bytes of an activation that a compiled program of our own may keep on the chip between operations.
+
+        None for other software, of which bounds count no bytes that a fusion could remove. XLA for TPUs keeps arrays of
+        some megabytes in VMEM and none that fill much of it (docs/verify.md); what its programs for GPUs leave in a
+        cache, they still ask the memory for.
+        """
+        if not self.own_program:
+            return None
+        chip = self.cluster.chip
+        return (chip.onchip_capacity or 0.0) * _KEPT_SHARE if chip.vendor == "google" else 0.0
 
     @property
     def has_dropless_capacity(self) -> bool:
@@ -88,8 +110,7 @@ class TrainingProblem(_Problem):
     def made_in_step(self) -> float | None:
         """Bytes of a gradient as it is made over those of a sum, where stages of a compiled program work in step."""
         formats = self.job.formats
-        compiled = self.in_step and self.calibration.compiled
-        return formats.reductions.bytes / formats.gradients.bytes if compiled else None
+        return formats.reductions.bytes / formats.gradients.bytes if self.own_program else None
 
     def train_program(self) -> Program:
         """The model's program as the job trains it: with conversions to narrow formats, and with adapters."""

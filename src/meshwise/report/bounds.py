@@ -67,10 +67,11 @@ def _busy_compute(w: Breakdown, seconds: float) -> Explanation:
     update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
     formula = "(microbatches x FLOPs of one on the busiest stage + chunks waited for x FLOPs of one) / peak"
     substitution = f"({_rounds(w, 'flops', format_flops)}) / {peak}{update}"
-    if formats.compute != formats.other_compute:  # some matmuls run in a narrow format: seconds of each at its rate
+    if w.problem.own_program or formats.compute != formats.other_compute:  # not all FLOPs once, or not at one rate
+        again = "; backward, attention computes seven products where five would do" if w.problem.own_program else ""
         formula = (
             "microbatches x seconds of the matmuls of one on the busiest stage + chunks waited for x those of one, "
-            f"each at its peak, {peak}"
+            f"each at its peak, {peak}{again}"
         )
         substitution = f"{_rounds(w, 'busy', format_time)}{update}"
     formula += " + matmuls of the optimizer" if update else ""
@@ -78,8 +79,9 @@ def _busy_compute(w: Breakdown, seconds: float) -> Explanation:
 
 
 def _busy_hbm(w: Breakdown, seconds: float) -> Explanation:
+    moves = "all operations" if w.problem.own_program else "matmuls"
     formula = (
-        "(microbatches x bytes of matmuls of one on the busiest stage + chunks waited for x those of one + bytes of "
+        f"(microbatches x bytes of {moves} of one on the busiest stage + chunks waited for x those of one + bytes of "
         "the optimizer) / HBM bandwidth"
     )
     moved = f"{_rounds(w, 'matmul_bytes', format_bytes)} + {format_bytes(w.optimizer_bytes)}"

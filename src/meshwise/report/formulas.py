@@ -107,7 +107,7 @@ def _compute(w: Breakdown, name: str, seconds: float) -> Explanation:
         name,
         "sum over blocks of copies x microbatches x seconds of a pass; "
         f"each operation: max(FLOPs / ({peak}), bytes / ({hbm})){kernels}",
-        " + ".join(_run(b, name) for b in runs),
+        " + ".join(_run(b, name, "" if w.problem.own_program else " of matmuls") for b in runs),
         format_time(seconds),
         f"{RULE.format(1)}; {ROOFLINES}; "
         + sourced(w.problem.cluster, *peak_fields(job.formats), "hbm_bandwidth")
@@ -115,11 +115,11 @@ def _compute(w: Breakdown, name: str, seconds: float) -> Explanation:
     )
 
 
-def _run(block: BlockBreakdown, name: str) -> str:
+def _run(block: BlockBreakdown, name: str, counted: str) -> str:
     one = block.passes[name]
     plural = "es" if block.num_microbatches > 1 else ""
     runs = f"{number(block.copies)} {block.name} x {block.num_microbatches} microbatch{plural}"
-    work = f"{format_flops(one.flops)}, {format_bytes(one.matmul_bytes)} of matmuls"
+    work = f"{format_flops(one.flops)}, {format_bytes(one.matmul_bytes)}{counted}"
     return f"{runs} x {format_time(one.seconds)} ({work})"
 
 
