@@ -74,6 +74,7 @@ def test_the_best_plans_of_a_search_are_compiled(run):
         (["nowhere.json"], "plan 'nowhere.json'"),
         ([SMALL, "--on", "tpu7x:2x2x1", *JOB], "two devices"),
         ([SMALL, "--on", "h100:4", *JOB[:4]], "--layout is missing"),
+        ([SMALL, "--on", "h100:4", *JOB, "--reduced"], "No such option '--reduced'"),
         pytest.param(  # what executes plans says so, which imports JAX
             [SMALL, "--on", "h100:4", *JOB[:5], "fsdp=4,offload=optimizer"], "not yet executed", marks=pytest.mark.jax
         ),

@@ -4,16 +4,12 @@ Slow: each program takes a compiler a quarter of a minute to two minutes. It pro
 docs/verify.md shows of whole models.
 """
 
-import json
-
 import pytest
 
 import meshwise
 from meshwise.cli.main import main
 from meshwise.commands.verify import verify
-from meshwise.compiler.reduction import reduce_layers
-from meshwise.models import load_model
-from meshwise.sharding.layout import Layout
+from tests.commands.cut import first_layers
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +26,9 @@ PLANS = [
 @pytest.mark.parametrize(("model", "on", "layout"), PLANS)
 def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
     pytest.importorskip("jax_cuda12_plugin" if on.startswith("h100") else "libtpu")
-    small, _ = reduce_layers(load_model(model), Layout(), 2)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(dict(small.config)))
     slots = {"capacity_factor": 1} if model.startswith("mixtral") else {}
     plan = meshwise.estimate_train(
-        str(file),
+        first_layers(model, 2, tmp_path),
         on=on,
         batch_tokens="64Ki" if "micro_batch" in layout else "32Ki",
         seq_len=4096,

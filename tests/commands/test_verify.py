@@ -10,13 +10,14 @@ import pytest
 import meshwise
 from meshwise.commands.compile_worker import compile_apart
 from meshwise.commands.estimate_train import OWN_RUNTIME, plan_given
-from meshwise.commands.verify import compare_copy, verify, verify_best
+from meshwise.commands.verify import compare_program, verify, verify_best
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.lines import REASONS, UNEXPLAINED
 from meshwise.compiler.memory import CompiledMemory
 from meshwise.core.errors import CompilerError, ConfigError, MeshwiseError
 from meshwise.report.verify import verification_report, with_verified
+from tests.commands.cut import first_layers
 
 DATA = Path(__file__).parents[1] / "data" / "compiled"
 
@@ -28,14 +29,15 @@ def stored(name):
     return Compiled.from_json(value["compiled"], cached=True), mesh
 
 
-def compiler_of(name):
-    """A compiler that knows the programs of one plan."""
+def stored_for(plan, chips="h100_8"):
+    """The program of a plan of the first layers of Llama 3 8B."""
+    return stored(f"llama-3-8b_{chips}_fsdp4_tensor2_{plan.problem.model.num_layers}_layers")
 
-    def compiler(plan, layers, *, progress):
-        progress(f"{layers}")
-        return stored(f"{name}_{layers}_layers")
 
-    return compiler
+def compiler(plan, *, progress):
+    """A compiler that knows these programs."""
+    progress("compiling")
+    return stored_for(plan)
 
 
 def with_compiler(compiler, function, *args, **options):
@@ -44,21 +46,31 @@ def with_compiler(compiler, function, *args, **options):
         return function(*args, **options)
 
 
-@pytest.fixture(scope="module")
-def gpu_plan():
+def planned(layers, folder, on="h100:8"):
+    """What `estimate_train` says of the first layers of Llama 3 8B."""
     return meshwise.estimate_train(
-        "llama-3-8b",
-        on="h100:8",
+        first_layers("llama-3-8b", layers, folder),
+        on=on,
         batch_tokens="64Ki",
         seq_len=4096,
         precision="book",
         layout="fsdp=4,tensor=2,remat=full",
-    ).plans[0]
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def gpu_plan(request, tmp_path_factory):
+    return planned(request.param, tmp_path_factory.mktemp("model")).plans[0]
+
+
+@pytest.fixture(scope="module")
+def tpu_plan(tmp_path_factory):
+    return planned(2, tmp_path_factory.mktemp("model"), on="v5p:2x2x2").plans[0]
 
 
 @pytest.fixture(scope="module")
 def gpu(gpu_plan):
-    return with_compiler(compiler_of("llama-3-8b_h100_8_fsdp4_tensor2"), verify, gpu_plan, reduced=True)
+    return with_compiler(compiler, verify, gpu_plan)
 
 
 def line(found, name):
@@ -70,9 +82,10 @@ def reasons(one):
     return {d.reason: d.amount for d in one.differences}
 
 
-def test_two_and_four_layers_stand_for_thirty_two(gpu):
-    assert [c.layers for c in gpu.copies] == [2, 4]
-    assert (gpu.layers, gpu.whole, gpu.target) == (32, False, "h100-sxm:8")
+def test_what_was_compiled_is_told(gpu, gpu_plan):
+    assert (gpu.layers, gpu.target) == (gpu_plan.problem.model.num_layers, "h100-sxm:8")
+    assert gpu.program.cached
+    assert gpu.program.memory == stored_for(gpu_plan)[0].memory
 
 
 def test_arguments_are_the_training_state_within_a_thousandth(gpu, gpu_plan):
@@ -82,8 +95,7 @@ def test_arguments_are_the_training_state_within_a_thousandth(gpu, gpu_plan):
     assert arguments.compiled == pytest.approx(arguments.predicted, rel=1e-3)
 
 
-def test_what_is_predicted_of_two_copies_is_what_the_whole_plan_says(gpu, gpu_plan):
-    """The estimate is linear in layers, so that extrapolating it must give the estimate of all of them."""
+def test_what_is_predicted_is_what_the_plan_says(gpu, gpu_plan):
     assert line(gpu, "peak").predicted == pytest.approx(gpu.predicted_total, rel=1e-9)
     memory = gpu_plan.estimate.memory
     assert gpu.predicted_total == pytest.approx(memory["total"] - memory["reserve"], rel=1e-12)
@@ -128,17 +140,9 @@ def test_what_is_moved_is_beside_what_was_planned_block_by_block(gpu):
     assert 2 < found["layer"].ratio < 10  # scores are written, which fused attention does not
 
 
-def test_a_tpu_program_of_two_layers_compares_as_well():
-    plan = meshwise.estimate_train(
-        "llama-3-8b",
-        on="v5p:2x2x2",
-        batch_tokens="64Ki",
-        seq_len=4096,
-        precision="book",
-        layout="fsdp=4,tensor=2,remat=full",
-    ).plans[0]
-    compiled, mesh = stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")
-    lines = {x.name: x for x in compare_copy(plan, 2, compiled, mesh)}
+def test_a_tpu_program_compares_as_well(tpu_plan):
+    compiled, mesh = stored_for(tpu_plan, "v5p_2x2x2")
+    lines = {x.name: x for x in compare_program(tpu_plan, compiled, mesh)}
     assert lines["arguments"].ratio == pytest.approx(1.0, rel=1e-3)
     assert sum(x.unexplained for x in lines.values()) == 0.0
     assert reasons(lines["all-reduce over fsdp"])["reduced whole"] == lines["all-reduce over fsdp"].compiled
@@ -149,73 +153,65 @@ def test_a_program_that_runs_out_of_memory_is_an_answer(gpu_plan):
         "RESOURCE_EXHAUSTED: Used 36.63G of 15.75G hbm. Exceeded.\n\nTotal hbm usage >= 36.88G:\n    program  36.63G"
     )
 
-    def compiler(plan, layers, *, progress):
-        value = {**stored("llama-3-8b_h100_8_fsdp4_tensor2_2_layers")[0].to_json(), "hlo": ""}
+    def compiler(plan, *, progress):
+        value = {**stored_for(plan)[0].to_json(), "hlo": ""}
         return Compiled.from_json({**value, "memory": None, "out_of_memory": message}, cached=False), DeviceMesh({})
 
-    found = with_compiler(compiler, verify, gpu_plan, reduced=True)
+    found = with_compiler(compiler, verify, gpu_plan)
     assert not found.fits
-    assert found.lines == ()
-    assert len(found.copies) == 1  # the larger copy is not tried
+    assert (found.lines, found.floor, found.unread, found.without_kernel) == ((), None, (), ())
     report = verification_report(found, str(gpu_plan.layout), {})
-    assert report.answer == ("Does not fit: compiled for h100-sxm:8, 2 layers run out of memory: 36.6 GiB of 15.8 GiB")
+    layers = gpu_plan.problem.model.num_layers
+    assert report.answer == (
+        f"Does not fit: compiled for h100-sxm:8, {layers} layers run out of memory: 36.6 GiB of 15.8 GiB"
+    )
+    (program,) = report.envelope()["compiled"]
+    seconds = stored_for(gpu_plan)[0].seconds
+    assert program == {"layers": layers, "cached": False, "compile_s": seconds, "memory_bytes": None}
 
 
 def test_a_program_whose_memory_exceeds_the_chip_does_not_fit(gpu_plan):
-    def compiler(plan, layers, *, progress):
-        compiled, mesh = stored(f"llama-3-8b_h100_8_fsdp4_tensor2_{layers}_layers")
+    def compiler(plan, *, progress):
+        compiled, mesh = stored_for(plan)
         big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 90 * 10**9})
         return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
 
-    assert not with_compiler(compiler, verify, gpu_plan, reduced=True).fits
+    assert not with_compiler(compiler, verify, gpu_plan).fits
 
 
-def test_on_tpus_what_is_alive_decides():
+def test_on_tpus_what_is_alive_decides(tpu_plan):
     """XLA's sum of temporaries there is larger than what it takes, and it refuses what does not fit itself."""
-    plan = meshwise.estimate_train(
-        "llama-3-8b",
-        on="v5p:2x2x2",
-        batch_tokens="64Ki",
-        seq_len=4096,
-        precision="book",
-        layout="fsdp=4,tensor=2,remat=full",
-    ).plans[0]
+    alive = stored_for(tpu_plan, "v5p_2x2x2")[0].memory.alive
 
-    def compiler(plan, layers, *, progress):
-        compiled, mesh = stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")
+    def compiler(plan, *, progress):
+        compiled, mesh = stored_for(plan, "v5p_2x2x2")
         big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 200 * 10**9})
         return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
 
-    found = with_compiler(compiler, verify, plan)
-    assert found.set_aside == found.peak == stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")[0].memory.alive
+    found = with_compiler(compiler, verify, tpu_plan)
+    assert found.set_aside == found.peak == alive
     assert found.fits
-    assert "alive at once" not in verification_report(found, str(plan.layout), {}).answer
+    assert "alive at once" not in verification_report(found, str(tpu_plan.layout), {}).answer
 
 
 def test_what_the_report_says(gpu, gpu_plan):
     report = verification_report(gpu, str(gpu_plan.layout), {"plan": "plan.json"})
-    assert report.answer.startswith("Fits: compiled for h100-sxm:8 it takes 16.5 GiB of 79.1 GiB a chip, 16.5 GiB of")
+    amount = {2: "6.49 GiB", 4: "7.16 GiB"}[gpu.layers]
+    assert report.answer.startswith(f"Fits: compiled for h100-sxm:8 it takes {amount} of 79.1 GiB a chip, {amount} of")
+    assert report.assumed[0] == "all layers compiled (1 program found compiled)"
     data = report.envelope()
     assert {"memory", "collectives", "matmuls", "fits", "compiler_versions"} <= set(data)
     assert all(x["differences"] or x["predicted_flops"] for x in data["matmuls"])
     json.dumps(data, allow_nan=False)
 
 
-def test_the_best_plans_are_verified_and_those_that_fail_go_last(gpu_plan):
-    planning = meshwise.estimate_train(
-        "llama-3-8b",
-        on="h100:8",
-        batch_tokens="64Ki",
-        seq_len=4096,
-        precision="book",
-        layout="fsdp=4,tensor=2,remat=full",
-    )
-    names = [replace(gpu_plan, training=None) for _ in range(4)]
+def test_the_best_plans_are_verified_and_those_that_fail_go_last(tmp_path):
+    planning = planned(4, tmp_path)
+    names = [replace(planning.plans[0], training=None) for _ in range(4)]
     planning = replace(planning, plans=tuple(names))
 
-    def compiler(plan, layers, *, progress):
-        assert layers is None  # all of them
-        compiled, mesh = stored("llama-3-8b_h100_8_fsdp4_tensor2_4_layers")
+    def compiler(plan, *, progress):
+        compiled, mesh = stored_for(plan)
         if plan is names[1]:
             raise CompilerError("no")
         if plan is names[0]:
@@ -266,10 +262,8 @@ def test_a_compiler_that_stops_its_process_is_an_error_with_its_last_words(gpu_p
     stub.write_text("#!/bin/sh\necho noise\necho 'Check failed: ok' >&2\nexit 134\n")
     stub.chmod(0o755)
     monkeypatch.setattr("meshwise.commands.compile_worker.sys.executable", str(stub))
-    with pytest.raises(
-        CompilerError, match="compiling 2 layers of llama-3-8b: the compiler stopped with code 134: Check"
-    ):
-        compile_apart(gpu_plan, 2)
+    with pytest.raises(CompilerError, match=r"compiling all layers of .*: the compiler stopped with code 134: Check"):
+        compile_apart(gpu_plan)
 
 
 def test_a_job_is_priced_as_the_program_that_is_compiled_unless_it_says_otherwise():

@@ -11,8 +11,6 @@ from meshwise.compiler.hlo.reader import Computation, Instruction
 from meshwise.compiler.hlo.rewrites import Meant
 from meshwise.compiler.hlo.shapes import parse_shape
 from meshwise.compiler.hlo.traffic import Emitted
-from meshwise.compiler.lines import Difference, Line, extrapolated
-from meshwise.compiler.reduction import Reduction
 from meshwise.compiler.traffic_reasons import traffic_lines
 
 MB = 1e6
@@ -248,30 +246,6 @@ def test_a_little_more_is_padding_of_scatters_only():
     assert reasons([wanted("all-gather", X, 100 * MB)], [found("all-gather", X, 102 * MB)]) == {
         "all-gather over x": {"unexplained": 2.0}
     }
-
-
-def test_lines_extrapolate_reason_by_reason():
-    small = (Line("collectives", "a", 10.0, 12.0, (Difference("padding", 2.0),)),)
-    large = (
-        Line("collectives", "a", 20.0, 23.0, (Difference("padding", 2.0), Difference("unexplained", 1.0))),
-        Line("collectives", "b", 0.0, 5.0),
-    )
-    a, b = extrapolated(small, large, Reduction(2, 4, 3.0))
-    assert (a.predicted, a.compiled, a.differences) == (
-        50.0,
-        56.0,
-        (Difference("padding", 2.0), Difference("unexplained", 4.0)),
-    )
-    assert (b.predicted, b.compiled) == (0.0, 20.0)
-
-
-@pytest.mark.parametrize(
-    ("amounts", "reason", "whole"), [((-5.0, -8.0), "reuse", -17.0), ((-5.0, -1.0), "scratch", 11.0)]
-)
-def test_memory_that_changes_its_sign_changes_its_name(amounts, reason, whole):
-    lines = [(Line("memory", "temporaries", 100.0, 100.0 + a, (Difference("reuse", a),)),) for a in amounts]
-    (line,) = extrapolated(*lines, Reduction(2, 4, 3.0))
-    assert line.differences == (Difference(reason, whole),)
 
 
 def test_keys_and_values_may_go_round_and_once_more_for_what_is_computed_again():

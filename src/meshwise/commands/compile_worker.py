@@ -21,7 +21,6 @@ from meshwise.commands.command import Tell, silent
 from meshwise.compiler.compiling import Compiled, compile_ahead, target_devices
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.placement import device_mesh, place_devices
-from meshwise.compiler.reduction import reduce_layers
 from meshwise.compiler.targets import Target
 from meshwise.core import errors
 from meshwise.core.errors import CompilerError, MeshwiseError
@@ -32,12 +31,11 @@ from meshwise.search import Plan
 _PACE = 0.2
 
 
-def compile_plan(plan: Plan, layers: int | None) -> tuple[Compiled, DeviceMesh]:
+def compile_plan(plan: Plan) -> tuple[Compiled, DeviceMesh]:
     """Compile a plan's training step in this process.
 
     Args:
         plan: whose step it is.
-        layers: of the copy that is compiled; None for all.
 
     Raises:
         MeshwiseError: what the runtime cannot execute, or the compiler does not know.
@@ -46,12 +44,9 @@ def compile_plan(plan: Plan, layers: int | None) -> tuple[Compiled, DeviceMesh]:
     from meshwise.runtime.devices import lowering_for  # noqa: PLC0415
 
     problem, layout = plan.problem, plan.layout
-    model = problem.model
-    if layers is not None:
-        model, layout = reduce_layers(model, layout, layers)
     target = Target.of(problem.cluster, plan.fabric)
     placed = place_devices(target_devices(target), layout)
-    step = train_step(model, layout, problem.job, placed)
+    step = train_step(problem.model, layout, problem.job, placed)
     with lowering_for(placed.flat[0]):
         lowered = step.jitted.lower(step.abstract_state, step.abstract_batch)
     target = replace(target, compiler_options={**step.compiler_options, **target.compiler_options})
@@ -59,20 +54,20 @@ def compile_plan(plan: Plan, layers: int | None) -> tuple[Compiled, DeviceMesh]:
     return compile_ahead(lowered, target, order), device_mesh(placed, layout)
 
 
-def compile_apart(plan: Plan, layers: int | None, *, progress: Tell = silent) -> tuple[Compiled, DeviceMesh]:
+def compile_apart(plan: Plan, *, progress: Tell = silent) -> tuple[Compiled, DeviceMesh]:
     """Compile a plan's training step in a process of its own.
 
     Args:
-        plan, layers: as for `compile_plan`.
+        plan: whose step it is.
         progress: told a line now and then.
 
     Raises:
         MeshwiseError: as there; CompilerError when the compiler stops its process.
     """
-    words = f"{'all' if layers is None else layers} layers of {plan.problem.model.name}"
+    words = f"all layers of {plan.problem.model.name}"
     with tempfile.TemporaryDirectory(prefix="meshwise-") as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"
-        request.write_text(json.dumps({"plan": plan.to_json(), "layers": layers}), encoding="utf-8")
+        request.write_text(json.dumps({"plan": plan.to_json()}), encoding="utf-8")
         with (Path(folder) / "stderr").open("wb") as noise:
             command = [sys.executable, "-m", "meshwise.commands.compile_worker", str(request), str(result)]
             process = subprocess.Popen(command, stdout=noise, stderr=noise, env=_environment(plan))  # noqa: S603  (our own words)
@@ -116,7 +111,7 @@ def _main(request: Path, result: Path) -> None:
     asked = json.loads(request.read_text(encoding="utf-8"))
     value: dict[str, Any]
     try:
-        compiled, mesh = compile_plan(Plan.from_json(asked["plan"]), asked["layers"])
+        compiled, mesh = compile_plan(Plan.from_json(asked["plan"]))
         value = {
             "compiled": compiled.to_json(),
             "cached": compiled.cached,

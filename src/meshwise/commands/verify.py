@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 from meshwise.commands.command import Screen, Tell, silent, verb
 from meshwise.commands.compile_worker import compile_apart
 from meshwise.commands.estimate_train import OWN_RUNTIME, EstimateTrainRequest, plan_asked, plan_given
-from meshwise.commands.requests import Flag, Request
 from meshwise.compiler.comparison import STATE, WITHIN, compare
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
@@ -21,29 +20,21 @@ from meshwise.compiler.expected import expect, slots_over_routed
 from meshwise.compiler.floor import Floor, Rates
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.traffic import unread, without_kernel
-from meshwise.compiler.lines import Line, extrapolated
-from meshwise.compiler.reduction import Reduction, reduce_layers, reduction_of
-from meshwise.compiler.step_floor import StepFloor, compare_times, extrapolated_times
+from meshwise.compiler.lines import Line
+from meshwise.compiler.step_floor import StepFloor, compare_times
 from meshwise.compiler.targets import Target
-from meshwise.compiler.verification import CompiledCopy, Verification
+from meshwise.compiler.verification import CompiledProgram, Verification
 from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
-from meshwise.costs.estimate import estimate_training, layout_factors
+from meshwise.costs.estimate import layout_factors
 from meshwise.report.verify import VerifiedPlan, verification_report
 from meshwise.search import Plan, PlanResult
 
 
-def verify(
-    plan: Plan | PlanResult | str | os.PathLike[str],
-    *,
-    reduced: bool = False,
-    progress: Tell = silent,
-    **job: Any,
-) -> Verification:
+def verify(plan: Plan | PlanResult | str | os.PathLike[str], *, progress: Tell = silent, **job: Any) -> Verification:
     """Compile a plan's training step for its target, and compare: what `meshwise verify` answers, as values.
 
     Args:
         plan: a plan, or the file that one was saved in; with `job`, a model.
-        reduced: whether to compile two smaller models, from which the whole follows, instead of all layers.
         progress: told a line now and then.
         job: cluster, batch, layout and the like: the keywords of `estimate_train`.
 
@@ -55,69 +46,41 @@ def verify(
     plan = plan_given(plan, job, OWN_RUNTIME)
     target = Target.of(plan.problem.cluster, plan.fabric)
     check_compiler(target.platform)
-    model, layout = plan.problem.model, plan.layout
-    reduction = reduction_of(model, layout) if reduced else None
-    sizes: tuple[int | None, ...] = (None,) if reduction is None else (reduction.small, reduction.large)
-    copies: list[CompiledCopy] = []
-    compared: list[tuple[Line, ...]] = []
-    floors: list[StepFloor] = []
-    compiled: Compiled | None = None
-    for layers in sizes:
-        compiled, mesh = compile_apart(plan, layers, progress=progress)
-        number = model.num_layers if layers is None else layers
-        copies.append(CompiledCopy(number, compiled.memory, compiled.seconds, compiled.cached))
-        if compiled.memory is None:
-            break
-        compared.append(compare_copy(plan, layers, compiled, mesh))
-        floors.append(_floor(plan, layers, compiled, mesh))
-    assert compiled is not None
+    compiled, mesh = compile_apart(plan, progress=progress)
     memory = plan.estimate.memory
-    return Verification(
+    found = Verification(
         target=target.name,
-        layers=model.num_layers,
-        copies=tuple(copies),
-        lines=() if compiled.memory is None else _whole(compared, reduction),
+        layers=plan.problem.model.num_layers,
+        program=CompiledProgram(compiled.memory, compiled.seconds, compiled.cached),
+        lines=(),
         capacity=plan.problem.cluster.chip.hbm_usable,
         predicted_total=sum(memory[name] for name in (*STATE, *WITHIN)),
         out_of_memory=compiled.out_of_memory,
         versions=compiled.versions,
-        unread=() if compiled.memory is None else unread(compiled.module),
-        floor=None if compiled.memory is None else _whole_floor(plan, floors, reduction),
-        without_kernel=() if compiled.memory is None else without_kernel(compiled.module),
-        slots=slots_over_routed(plan.problem, layout),
+        slots=slots_over_routed(plan.problem, plan.layout),
+    )
+    if compiled.memory is None:
+        return found
+    return replace(
+        found,
+        lines=compare_program(plan, compiled, mesh),
+        unread=unread(compiled.module),
+        floor=_floor(plan, compiled, mesh),
+        without_kernel=without_kernel(compiled.module),
     )
 
 
-def _times(plan: Plan) -> tuple[float, float]:
-    return plan.estimate.step_time.lower, plan.estimate.step_time.expected
-
-
-def _floor(plan: Plan, layers: int | None, compiled: Compiled, mesh: DeviceMesh) -> StepFloor:
-    """The least time of one copy, on the plan's chips and wires."""
-    problem, layout = plan.problem, plan.layout
+def _floor(plan: Plan, compiled: Compiled, mesh: DeviceMesh) -> StepFloor:
+    """The least time of a program, on the plan's chips and wires."""
+    problem, layout, planned = plan.problem, plan.layout, plan.estimate.step_time
     rates = Rates(problem.cluster.chip, plan.fabric, layout_factors(plan.fabric, layout))
-    if layers is not None:
-        model, layout = reduce_layers(problem.model, layout, layers)
-        problem = replace(problem, model=model)
-    return compare_times(problem, plan.fabric, layout, _times(plan), Floor(compiled.module, mesh, rates))
+    floor = Floor(compiled.module, mesh, rates)
+    return compare_times(problem, plan.fabric, layout, (planned.lower, planned.expected), floor)
 
 
-def _whole_floor(plan: Plan, floors: list[StepFloor], reduction: Reduction | None) -> StepFloor:
-    return floors[0] if reduction is None else extrapolated_times(floors[0], floors[1], reduction, _times(plan))
-
-
-def compare_copy(plan: Plan, layers: int | None, compiled: Compiled, mesh: DeviceMesh) -> tuple[Line, ...]:
-    """Compare one copy with what its plan expects."""
-    problem, layout, memory = plan.problem, plan.layout, plan.estimate.memory
-    if layers is not None:
-        model, layout = reduce_layers(problem.model, layout, layers)
-        problem = replace(problem, model=model)
-        memory = estimate_training(problem, plan.fabric, layout).memory
-    return compare(expect(problem, plan.fabric, layout, memory), compiled, mesh)
-
-
-def _whole(compared: list[tuple[Line, ...]], reduction: Reduction | None) -> tuple[Line, ...]:
-    return compared[0] if reduction is None else extrapolated(compared[0], compared[1], reduction)
+def compare_program(plan: Plan, compiled: Compiled, mesh: DeviceMesh) -> tuple[Line, ...]:
+    """Compare a program with what its plan expects."""
+    return compare(expect(plan.problem, plan.fabric, plan.layout, plan.estimate.memory), compiled, mesh)
 
 
 def verify_best(
@@ -156,13 +119,8 @@ def _verified(rank: int, plan: Plan, progress: Tell) -> VerifiedPlan:
         return VerifiedPlan(rank, plan, None, str(error))
 
 
-class _Copies(Request):
-    reduced: Annotated[bool, Flag(name="--reduced/--full")] = False
-    """Compile two smaller models and extrapolate to all layers, or compile all layers."""
-
-
-@verb(EstimateTrainRequest, _Copies, plan_or=EstimateTrainRequest)
-def show_verification(screen: Screen, asked: EstimateTrainRequest | str, copies: _Copies) -> int | None:
+@verb(EstimateTrainRequest, plan_or=EstimateTrainRequest)
+def show_verification(screen: Screen, asked: EstimateTrainRequest | str) -> int | None:
     """Compile a step for its target, and compare with the plan.
 
     Compares memory, every collective and every matmul with what XLA, the real compiler, makes of them. PLAN is a
@@ -176,6 +134,6 @@ def show_verification(screen: Screen, asked: EstimateTrainRequest | str, copies:
         --layout fsdp=4,tensor=2,remat=full
     """  # noqa: D301  (click's mark for lines that stay as they are)
     plan, inputs = plan_asked(asked, screen, OWN_RUNTIME)
-    found = verify(plan, reduced=copies.reduced, progress=screen.progress)
-    screen.show(verification_report(found, str(plan.layout), inputs | copies.echo()))
+    found = verify(plan, progress=screen.progress)
+    screen.show(verification_report(found, str(plan.layout), inputs))
     return None if found.fits else InfeasibleError.exit_code

@@ -1,15 +1,12 @@
 """A comparison line by line: what was predicted, what was compiled, and a named reason for every difference.
 
-Values that extrapolate: a line of a whole model follows from those of two smaller copies. Not here: finding reasons
-(`traffic_reasons`, `comparison`).
+Not here: finding reasons (`traffic_reasons`, `comparison`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from meshwise.compiler.reduction import Reduction
 
 UNEXPLAINED = "unexplained"
 
@@ -119,40 +116,3 @@ def explained(line: Line, reasons: Iterable[Difference], *, exact: float = 1.0) 
         line.predicted_count,
         line.compiled_count,
     )
-
-
-def extrapolated(small: Sequence[Line], large: Sequence[Line], reduction: Reduction) -> tuple[Line, ...]:
-    """Follow from two copies of a model to the whole, line by line and reason by reason.
-
-    A line that only one copy has counts as zero in the other.
-    """
-    left, right = ({(line.group, line.name): line for line in lines} for lines in (small, large))
-    keys = dict.fromkeys([*right, *left])
-    return tuple(_whole(key, left.get(key), right.get(key), reduction) for key in keys)
-
-
-def _whole(key: tuple[str, str], small: Line | None, large: Line | None, reduction: Reduction) -> Line:
-    nothing = Line(*key, 0.0, 0.0)
-    a, b = small or nothing, large or nothing
-    amounts = [{d.reason: d.amount for d in line.differences} for line in (a, b)]
-    whole = {
-        reason: reduction.whole(amounts[0].get(reason, 0.0), amounts[1].get(reason, 0.0))
-        for reason in dict.fromkeys([*amounts[1], *amounts[0]])
-    }
-    return Line(
-        *key,
-        predicted=reduction.whole(a.predicted, b.predicted),
-        compiled=reduction.whole(a.compiled, b.compiled),
-        differences=tuple(Difference(reason, amount) for reason, amount in _more_or_less(whole).items()),
-        predicted_count=reduction.whole(a.predicted_count, b.predicted_count),
-        compiled_count=reduction.whole(a.compiled_count, b.compiled_count),
-    )
-
-
-def _more_or_less(amounts: dict[str, float]) -> dict[str, float]:
-    """Name memory within the step by the sign of its sum: small copies may need less where the whole needs more."""
-    if not {"reuse", "scratch"} & set(amounts):
-        return amounts
-    total = amounts.get("reuse", 0.0) + amounts.get("scratch", 0.0)
-    others = {reason: amount for reason, amount in amounts.items() if reason not in ("reuse", "scratch")}
-    return {**others, "reuse" if total < 0 else "scratch": total}

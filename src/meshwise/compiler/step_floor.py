@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from meshwise.compiler.expected import Operation, home_of
 from meshwise.compiler.floor import Floor, Part
-from meshwise.compiler.reduction import Reduction
 from meshwise.costs.explain import collectives_of, work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
@@ -162,30 +161,3 @@ def _operation(scope: str, keys: Sequence[Operation]) -> Operation:
         return "", ""
     after = words[words.index(blocks[-1]) + 1 :]
     return next(((b, o) for b, o in keys if b == blocks[-1] and o in after), (blocks[-1], ""))
-
-
-def extrapolated_times(
-    small: StepFloor, large: StepFloor, reduction: Reduction, times: tuple[float, float]
-) -> StepFloor:
-    """Follow from two copies of a model to the whole, whose planned `times` are known."""
-
-    def whole(name: str) -> float:
-        return reduction.whole(getattr(small, name), getattr(large, name))
-
-    fewer = {o.name: o for o in small.operations}
-    operations = [
-        OperationFloor(
-            o.name,
-            reduction.whole(fewer[o.name].planned, o.planned),
-            reduction.whole(fewer[o.name].compiled, o.compiled),
-            o.bound,
-        )
-        for o in large.operations
-        if o.name in fewer
-    ]
-    names = ["compute", "memory", "communication", "exposed", "busiest", "planned_communication", "planned_hidden"]
-    return StepFloor(
-        *times,
-        **{name: whole(name) for name in names},
-        operations=tuple(sorted(operations, key=lambda o: o.planned - o.compiled)),
-    )

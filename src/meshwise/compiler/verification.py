@@ -14,16 +14,14 @@ from meshwise.compiler.step_floor import StepFloor
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledCopy:
-    """One program that was compiled.
+class CompiledProgram:
+    """The program that was compiled.
 
     Args:
-        layers: of the model.
         memory: of one device, None where it does not fit.
         seconds: that compiling took; cached, whether it was found compiled.
     """
 
-    layers: int
     memory: CompiledMemory | None
     seconds: float
     cached: bool
@@ -35,21 +33,22 @@ class Verification:
 
     Args:
         target: what was compiled for.
-        layers: of the model; copies: what was compiled, all layers or two smaller models.
-        lines: predicted beside compiled, of all layers; empty where a copy does not fit.
+        layers: of the model.
+        program: that was compiled.
+        lines: predicted beside compiled; empty where it does not fit.
         capacity: bytes of memory of one device.
         predicted_total: bytes that the estimate counts, its reserve left out.
-        out_of_memory: what the compiler said of a copy that does not fit, else None.
+        out_of_memory: what the compiler said of a program that does not fit, else None.
         versions: of the compiler's packages.
         unread: what of the program could not be counted, in words.
-        floor: the least time of the program beside the plan's times; None where a copy does not fit.
+        floor: the least time of the program beside the plan's times; None where it does not fit.
         without_kernel: why attention is not a fused kernel, in words; empty where it is.
         slots: slots of experts in the program for each that tokens are routed to; 1 where there are as many.
     """
 
     target: str
     layers: int
-    copies: tuple[CompiledCopy, ...]
+    program: CompiledProgram
     lines: tuple[Line, ...]
     capacity: float
     predicted_total: float
@@ -61,18 +60,13 @@ class Verification:
     slots: float = 1.0
 
     @property
-    def whole(self) -> bool:
-        """Whether all layers were compiled."""
-        return any(copy.layers == self.layers for copy in self.copies)
-
-    @property
     def peak(self) -> float | None:
-        """Bytes that are alive at once, of all layers; None where a copy did not fit."""
+        """Bytes that are alive at once; None where it did not fit."""
         return self._compiled("peak")
 
     @property
     def set_aside(self) -> float | None:
-        """Bytes that the program asks for: where that is one piece, gaps too; None where a copy did not fit."""
+        """Bytes that the program asks for: where that is one piece, gaps too; None where it did not fit."""
         found = self._compiled("set aside")
         return self.peak if found is None else found
 

@@ -6,7 +6,6 @@ Not here: what the keys of a family mean (`families`).
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 import math
@@ -271,33 +270,3 @@ def read_model_json(text: str) -> Model:
     known = Source(str(source.get("text", "")), str(source.get("date", ""))) if isinstance(source, dict) else None
     hub_names = tuple(str(n) for n in value.get("hub_names", ()))
     return read_config(config, name=name, source=known, hub_names=hub_names, where="model JSON")
-
-
-#: Keys of configurations that count layers.
-_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "L")
-
-
-def first_layers(model: Model, layers: int) -> Model | None:
-    """A copy of a model with its first `layers` layers; None where its configuration does not count them.
-
-    Raises:
-        ConfigError: a configuration that cannot be cut so.
-    """
-    config = copy.deepcopy(dict(model.config))
-    if not _cut(config, model.num_layers, layers):
-        return None
-    return read_config(config, name=model.name, source=model.source, hub_names=model.hub_names, where="model JSON")
-
-
-def _cut(config: dict[str, Any], total: int, layers: int) -> bool:
-    """Set counts of layers, and cut lists that have an entry for each; in nested configurations too."""
-    found = False
-    for key, value in config.items():
-        if isinstance(value, dict):
-            found = _cut(value, total, layers) or found
-        elif key in _COUNTS and value == total:
-            config[key] = layers
-            found = True
-        elif isinstance(value, list) and len(value) == total and not key.startswith("arch"):
-            config[key] = value[:layers]
-    return found

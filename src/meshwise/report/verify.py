@@ -13,17 +13,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
-from meshwise.compiler.verification import CompiledCopy, Verification
+from meshwise.compiler.verification import Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
 from meshwise.report.report import Report, listed
-from meshwise.report.table import Columns, counted, picked, said, spaced, tabulate
+from meshwise.report.table import Columns, picked, said, spaced, tabulate
 from meshwise.search import Plan
-
-#: Of a line through two copies.
-_PEAKS = (
-    "exact temporaries of all layers: they are extrapolated from two small copies, whose peaks may fall at another "
-    "moment (off by up to a third); without --reduced all layers are compiled, which takes about as long"
-)
 
 
 def verification_report(found: Verification, layout: str, inputs: Mapping[str, Any]) -> Report:
@@ -42,14 +36,10 @@ def verification_report(found: Verification, layout: str, inputs: Mapping[str, A
         body=said(*_body(found, layout)),
         assumed=_assumed(found),
         not_modelled=(
-            *(() if found.whole else (_PEAKS,)),
             "time that nothing bounds: starts of kernels and collectives, what libraries achieve of a chip's peak",
             "memory fragmentation at run time, and memory that the runtime and other programs hold",
         ),
-        next_steps=said(
-            None if found.whole else "leave --reduced out: all layers instead of two smaller models",
-            _fewer_slots(found.slots) if found.slots > 1 else None,
-        ),
+        next_steps=said(_fewer_slots(found.slots) if found.slots > 1 else None),
     )
 
 
@@ -64,7 +54,7 @@ def _answer(found: Verification) -> str:
     if found.out_of_memory is not None:
         used, capacity = found.out_of_memory.used, found.out_of_memory.capacity
         amount = "" if used is None or capacity is None else f": {format_bytes(used)} of {format_bytes(capacity)}"
-        return f"Does not fit: compiled for {found.target}, {found.copies[-1].layers} layers run out of memory{amount}"
+        return f"Does not fit: compiled for {found.target}, {found.layers} layers run out of memory{amount}"
     peak = found.peak or 0.0
     aside = found.set_aside or 0.0
     alive = "" if aside == peak else f"{format_bytes(peak)} of it alive at once, "
@@ -150,15 +140,9 @@ def _table(title: str, lines: Iterable[Line], show: Any, *, counts: bool = False
 
 def _assumed(found: Verification) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    sizes = " and ".join(str(copy.layers) for copy in found.copies)
-    how = "all layers compiled"
-    if not found.whole:
-        how = f"{sizes} of {found.layers} layers compiled; the whole is extrapolated from both"
-    took = sum(copy.seconds for copy in found.copies if not copy.cached)
-    cached = sum(copy.cached for copy in found.copies)
-    parts = [f"compiled in {format_time(took)}" if took else "", f"{counted(cached, 'program')} found compiled"]
-    said = ", ".join(part for part in parts if part and not part.startswith("0 "))
-    return (f"{how} ({said})", f"compiler: {versions}")
+    program = found.program
+    how = "1 program found compiled" if program.cached else f"compiled in {format_time(program.seconds)}"
+    return (f"all layers compiled ({how})", f"compiler: {versions}")
 
 
 def _data(found: Verification, layout: str) -> dict[str, Any]:
@@ -177,7 +161,7 @@ def _data(found: Verification, layout: str) -> dict[str, Any]:
         **picked(found, "unexplained_share_of_received=unexplained_share out_of_memory=out_of_memory.message"),
         "floor_s": _floor(found),
         "layout": layout,
-        "compiled": [_copy(copy) for copy in found.copies],
+        "compiled": [_program(found)],
         **{name: [_line(line, unit) for line in found.group(group)] for name, (group, unit) in groups.items()},
         "compiler_versions": dict(found.versions),
     }
@@ -193,9 +177,9 @@ def _floor(found: Verification) -> dict[str, Any] | None:
     return {**named, **picked(floor, "communication planned_communication planned_hidden"), "to_blame": blamed}
 
 
-def _copy(copy: CompiledCopy) -> dict[str, Any]:
-    memory = None if copy.memory is None else copy.memory.to_json()
-    return picked(copy, "layers cached compile_s=seconds") | {"memory_bytes": memory}
+def _program(found: Verification) -> dict[str, Any]:
+    memory = None if found.program.memory is None else found.program.memory.to_json()
+    return picked(found, "layers cached=program.cached compile_s=program.seconds") | {"memory_bytes": memory}
 
 
 def _line(line: Line, unit: str) -> dict[str, Any]:
