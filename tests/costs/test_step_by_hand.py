@@ -308,15 +308,15 @@ def test_bounds_of_our_own_programs_count_what_xla_leaves():
     compiled = replace(IDENTITY, compiled=True)
     hidden, kv, wide = (2 * T * width for width in (D, KH, F))
     moved = {}
-    for on, wires in (("h100:8", (8,)), ("v6e:2x4", (2, 4))):
+    for on, wires, block in (("h100:8", (8,), 1), ("v6e:2x4", (2, 4), 512)):
         for layers in (1, 2):
             layout = {"layers": layers, "fsdp": 8, "remat": "none", "wires": (("fsdp", wires),)}
             (s, chip), (other, _) = (step(on, compiled, in_step=ours, **layout) for ours in (True, False))
             # Of attention's gradients, one kernel finds those of queries and one those of keys and values: two of five
-            # products are computed twice.
-            scores = 4 * NH * T * (T + 1) / 2
+            # products are computed twice. On TPUs blocks of 512 positions count, with what is masked on the diagonal.
+            scores = 4 * NH * T / 2
             again = (s.resources["compute"] - other.resources["compute"]) * chip.flops_per_s[DType.BF16]
-            assert again == pytest.approx(layers * scores, rel=1e-9)
+            assert again == pytest.approx(layers * scores * (4.5 * (T + block) - 3.5 * (T + 1)), rel=1e-9)
             assert s.flops == other.flops
             moved[on, layers] = (s.resources["hbm"] - other.resources["hbm"]) * chip.hbm_bandwidth
     a_layer = moved["h100:8", 2] - moved["h100:8", 1]
@@ -325,7 +325,10 @@ def test_bounds_of_our_own_programs_count_what_xla_leaves():
     # Backward: gates read both and a gradient, and write two; norms read two and write one, and once more for their own
     # weights; gradients of what two products read, or three, and of what goes past them, are added up.
     backward = 5 * wide + 2 * (3 + 2) * hidden + 2 * hidden + 2 * kv + (3 + 4) * hidden + 2 * 3 * hidden
-    assert a_layer == pytest.approx(forward + backward, rel=0.01)
+    # And XLA for GPUs copies what is kept into stacks of all layers and out again: what norms read and write, queries,
+    # keys, values and attention's result; gate, product and what both make. On TPUs it does not.
+    kept = 2 * 2 * hidden + 2 * hidden + 2 * kv + 3 * wide
+    assert a_layer == pytest.approx(forward + backward + 2 * 2 * kept, rel=0.01)
     # Keys and values of 16 MiB stay in VMEM: made, turned, read by attention, and their gradients the same way back.
-    stays = a_layer - (moved["v6e:2x4", 2] - moved["v6e:2x4", 1])
+    stays = a_layer - 2 * 2 * kept - (moved["v6e:2x4", 2] - moved["v6e:2x4", 1])
     assert 14 * kv < stays < 18 * kv

@@ -20,6 +20,7 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.fusions import kernel_gap
 from meshwise.costs.local_ops import LoweredOp
+from meshwise.costs.own_program import OwnProgram, computed_again
 from meshwise.costs.tiles import few_rows, filling, padded
 from meshwise.hardware import Chip
 from meshwise.jobs import SERVING_PRECISIONS, Precision, parse_serving_precision
@@ -216,8 +217,8 @@ class OperationPrices:
         rates: of the chip.
         bounded: whether bounds are asked for; else passes have expected seconds alone.
         onchip: bytes of an activation that bounds do not count, as it may stay on the chip between operations.
-        own: the same for a step of our own runtime as XLA compiles it, in arrays that stay whole or not at all: its
-            bounds count what operations between matmuls move, and what its attention computes twice; else None.
+        own: of a step of our own runtime, whose bounds count what operations between matmuls move, and what attention
+            computes besides; else None.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class OperationPrices:
         *,
         bounded: bool = True,
         onchip: float = 0.0,
-        own: float | None = None,
+        own: OwnProgram | None = None,
     ) -> None:
         self.ops = ops
         self.extents = extents
@@ -247,7 +248,7 @@ class OperationPrices:
             if not self.bounded:  # arrays that nobody asks for would fill the cache
                 known = OpCompute(*(_NONE,) * 5, known.seconds, _NONE)
             elif self.own is not None and known.busy is not _NONE:
-                known = replace(known, busy=known.busy * _computed_again(self.ops[number]))
+                known = replace(known, busy=known.busy * computed_again(self.ops[number], self.extents, self.own))
             self._known[number] = known
         return known
 
@@ -284,17 +285,16 @@ class OperationPrices:
             if self.own is None:
                 least = least + maximum(num_bytes - self.onchip, 0.0)
             else:
-                least = least + where(num_bytes > self.own, num_bytes, 0.0)
+                least = least + where(num_bytes > self.own.stays, num_bytes, 0.0)
         return least
 
 
-def _computed_again(op: LoweredOp) -> float:
-    """Products that our kernels compute over those that attention needs.
-
-    Backward, one is for the gradients of queries and one for those of keys and values, and both make the scores and
-    their gradients: seven products, where five would do.
-    """
-    return 7 / 5 if op.attention is not None and op.attention[0].gradient else 1.0
+def moved(num_bytes: Num, rates: ComputeRates, *, bounded: bool) -> PassCompute:
+    """A pass that reads and writes so many bytes, and does nothing else."""
+    seconds = num_bytes * rates.byte
+    if not bounded:
+        return PassCompute(seconds=seconds)
+    return PassCompute(matmul_bytes=num_bytes, seconds=seconds, serial_seconds=seconds)
 
 
 def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded: bool = True) -> OpCompute:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwise.costs.arithmetic import Num, is_one, maximum, minimum
+from meshwise.costs.arithmetic import Num, is_one, is_zero, maximum, minimum
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import OperationPrices, PassCompute
+from meshwise.costs.compute import OperationPrices, PassCompute, moved
 from meshwise.costs.ends import own_positions
 from meshwise.costs.extents import CHUNK_AXIS, Extents
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
@@ -144,7 +144,7 @@ def local_prices(
     def made() -> OperationPrices:
         extents = local_extents(problem, structure, sizes)
         ops, rates = problem.lowered.ops.values, problem.compute_rates
-        return OperationPrices(ops, extents, rates, bounded=bounded, own=problem.kept_on_chip if bounded else None)
+        return OperationPrices(ops, extents, rates, bounded=bounded, own=problem.xla_leaves if bounded else None)
 
     own = sizes.micro_batch, sizes.context, sizes.ulysses, sizes.expert, sizes.tensor
     if not all(isinstance(size, float | int) for size in own):
@@ -192,6 +192,10 @@ def _passes(
             serial_seconds=maximum(forward.serial_seconds, needed.serial_seconds),
             attention_seconds=forward.attention_seconds,
         )
+    copied = problem.kept_copies(b, prices.extents)
+    if not is_zero(copied):
+        for name in ("forward", "backward"):
+            passes[name] = passes[name] + moved(copied, problem.compute_rates, bounded=prices.bounded)
     return passes
 
 

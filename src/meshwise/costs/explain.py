@@ -68,7 +68,10 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
                 layout.num_microbatches,
                 _waited_for(runs.time.block, ledger),
                 _passes(runs.time.compute),
-                tuple(_operations(p, local, rates, used, whole=repeats_whole(problem, structure))),
+                (
+                    *_operations(p, local, rates, used, whole=repeats_whole(problem, structure)),
+                    *_copies(float(problem.kept_copies(p, local)), rates),
+                ),
             )
             for p, runs in zip(planned, ledger.blocks, strict=True)
         ),
@@ -123,6 +126,15 @@ def _operations(
                 tile_waste=float(one.compute / real) if op.matmul is not None else 1.0,
                 seconds=float(one.seconds),
             )
+
+
+def _copies(num_bytes: float, rates: ComputeRates) -> Iterator[OperationBreakdown]:
+    """Copies of what is kept into stacks of layers, and out again."""
+    if num_bytes:
+        seconds = num_bytes * rates.byte
+        for when, way in (("forward", "into"), ("backward", "out of")):
+            moved = f"what is kept, copied {way} stacks of all layers"
+            yield OperationBreakdown(when, "kept", moved, 0.0, num_bytes, 0.0, seconds, 1.0, seconds)
 
 
 def _passes(compute: Mapping[str, PassCompute]) -> dict[str, PassCompute]:

@@ -11,20 +11,19 @@ from typing import Literal
 
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Fused, Op, Program
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OperationPrices, published_precision
+from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving, lowered_training
+from meshwise.costs.lower import Lowered, LoweredServingBlock, LoweredTrainingBlock, lowered_serving, lowered_training
+from meshwise.costs.own_program import OwnProgram
 from meshwise.costs.routing import Routing
 from meshwise.costs.spread import uncertainty_sources
 from meshwise.hardware import Cluster, Torus
 from meshwise.jobs import ServingLoad, TrainingJob, parse_serving_precision
 from meshwise.models import Model
 from meshwise.sharding.serving import ServingLayoutChoices
-
-#: Share of a TPU's VMEM that an array may fill and stay there between operations of a compiled training step: those of
-#: 24 MiB do on v5e and v6e (128 MiB), those of 32 MiB do not.
-_KEPT_SHARE = 1 / 5
 
 
 class _Problem:
@@ -84,17 +83,14 @@ class TrainingProblem(_Problem):
         return self.in_step and self.calibration.compiled
 
     @property
-    def kept_on_chip(self) -> float | None:
-        """Bytes of an activation that a compiled program of our own may keep on the chip between operations.
+    def xla_leaves(self) -> OwnProgram | None:
+        """What XLA leaves of our own programs, which their bounds count; None for other software."""
+        return OwnProgram.on(self.cluster.chip) if self.own_program else None
 
-        None for other software, of which bounds count no bytes that a fusion could remove. XLA for TPUs keeps arrays of
-        some megabytes in VMEM and none that fill much of it (docs/verify.md); what its programs for GPUs leave in a
-        cache, they still ask the memory for.
-        """
-        if not self.own_program:
-            return None
-        chip = self.cluster.chip
-        return (chip.onchip_capacity or 0.0) * _KEPT_SHARE if chip.vendor == "google" else 0.0
+    def kept_copies(self, block: LoweredTrainingBlock, extents: Extents) -> Num:
+        """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out."""
+        own = self.xla_leaves
+        return 2 * extents.weighted(block.memory.kept) if own and own.copies and block.role == "layer" else 0.0
 
     @property
     def has_dropless_capacity(self) -> bool:

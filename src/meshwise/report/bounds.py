@@ -68,7 +68,7 @@ def _busy_compute(w: Breakdown, seconds: float) -> Explanation:
     formula = "(microbatches x FLOPs of one on the busiest stage + chunks waited for x FLOPs of one) / peak"
     substitution = f"({_rounds(w, 'flops', format_flops)}) / {peak}{update}"
     if w.problem.own_program or formats.compute != formats.other_compute:  # not all FLOPs once, or not at one rate
-        again = "; backward, attention computes seven products where five would do" if w.problem.own_program else ""
+        again = "; attention as our kernels compute it" if w.problem.own_program else ""
         formula = (
             "microbatches x seconds of the matmuls of one on the busiest stage + chunks waited for x those of one, "
             f"each at its peak, {peak}{again}"

@@ -1,0 +1,67 @@
+"""What XLA leaves to do in training steps of our own runtime: bytes that no fusion takes, products computed again.
+
+Not here: what other software does (`calibration`), or how long anything takes (`compute`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwise.costs.arithmetic import Num, where
+from meshwise.costs.extents import Extents
+from meshwise.costs.local_ops import LoweredOp
+from meshwise.hardware import Chip
+
+#: Share of a TPU's VMEM that an array may fill and stay there between operations of a compiled training step: those of
+#: 24 MiB do on v5e and v6e (128 MiB), those of 32 MiB do not.
+_KEPT_SHARE = 1 / 5
+
+#: Positions in a block of our attention on TPUs (`runtime.kernels.tpu`).
+_BLOCKS = (512, 256, 128)
+
+
+class OwnProgram(NamedTuple):
+    """What XLA leaves of a step of our own runtime.
+
+    Args:
+        stays: bytes of an activation that may stay on the chip between operations, whole.
+        blocks: positions in a block of attention's kernel, the most first; none where they hardly matter.
+        copies: whether what a layer keeps is copied into stacks of all layers, and out of them again.
+    """
+
+    stays: float
+    blocks: tuple[int, ...]
+    copies: bool
+
+    @classmethod
+    def on(cls, chip: Chip) -> OwnProgram:
+        """On a kind of chip.
+
+        On TPUs arrays of some megabytes stay in VMEM, and products read and write the stacks (docs/verify.md). On GPUs
+        what a cache holds is still asked of the memory, kernels take small blocks, products have arrays of their own.
+        """
+        if chip.vendor == "google":
+            return cls((chip.onchip_capacity or 0.0) * _KEPT_SHARE, _BLOCKS, copies=False)
+        return cls(0.0, (), copies=True)
+
+
+def computed_again(op: LoweredOp, extents: Extents, own: OwnProgram) -> Num:
+    """Products that our kernels compute over those that attention needs; 1 for other operations.
+
+    Backward, one kernel is for the gradients of queries and one for those of keys and values, and both make the scores
+    and their gradients: seven products, where five would do. Blocks of positions are multiplied whole, with what
+    causality masks of those on the diagonal; a device's positions are two runs where they are dealt out.
+    """
+    if op.attention is None:
+        return 1.0
+    attention, splits = op.attention
+    twice = 7 / 5 if attention.gradient else 1.0
+    if not own.blocks or not attention.causal or attention.window is not None or attention.chunk is not None:
+        return twice
+    positions = extents.sizes[attention.key_axis]
+    shared = dict.fromkeys(m for a, split in splits if a.partition(".")[0] == attention.query_axis for m in split)
+    devices = extents.devices(tuple(shared))
+    run, block = positions / where(devices > 1, 2 * devices, 1), own.blocks[-1]
+    for size in reversed(own.blocks):
+        block = where(run % size == 0, size, block)
+    return twice * (positions + block) / (positions + 1)
