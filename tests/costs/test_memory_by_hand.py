@@ -261,3 +261,14 @@ def test_programs_of_xla_have_room_for_all_rows_that_could_come(on, in_step, exp
 def test_the_reserve_is_a_share_of_what_the_device_reports():
     m = memory(fsdp=8)
     assert m["reserve"] == RESERVE_SHARE * parse_cluster("h100:8").chip.hbm_usable
+
+
+def test_gradients_of_a_lone_microbatch_are_scattered_as_they_are_made():
+    ours = {"compiled": True, "in_step": True, "remat": "full", "precision": "mixed"}
+    lone, scattered = (memory(data=8, zero=zero, **ours) for zero in (1, 2))
+    assert lone == scattered
+    assert lone["gradients"] < FP32 * PARAMETERS / 2, "the embedding's at most is whole while it is made"
+    # Those of several are added up whole, as by other software those of one.
+    assert memory(data=8, zero=1, num_microbatches=2, sequences=16, **ours)["gradients"] == FP32 * PARAMETERS
+    assert memory(data=8, zero=1, **{**ours, "in_step": False})["gradients"] == FP32 * PARAMETERS
+    assert memory(data=8, zero=0, **ours)["gradients"] == FP32 * PARAMETERS

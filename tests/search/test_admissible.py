@@ -118,14 +118,15 @@ def hold_placements(case, generator):
         assert priced.seconds.min() == pytest.approx(min(every), rel=1e-8, abs=0)
 
 
-def test_stages_in_step_hold_what_each_layout_holds_alone():
+@pytest.mark.parametrize("zero", [(0, 1, 2), (1,)])
+def test_stages_in_step_hold_what_each_layout_holds_alone(zero):
     """Two stages divide 1,020 positions, not those of a device where four have a part; three no rows of the tables."""
     cluster = parse_cluster("h100:24")
     job = TrainingJob(batch_tokens=str(48 * 1020), seq_len="1020", batch_slack="0%")
     problem = TrainingProblem(
         tiny(layers=6, vocab=16384), job, cluster, fitted_calibration(cluster.chip, "xla"), in_step=True
     )
-    pricing = pricing_of((problem, {"remat": ("full",), "schedule": ("1f1b", "gpipe")}, None))
+    pricing = pricing_of((problem, {"remat": ("full",), "schedule": ("1f1b", "gpipe"), "zero": zero}, None))
     batch, _ = pricing.fitting(some_candidates(pricing, np.random.default_rng(0), 64, 96))
     assert {1, 2, 3} <= {*pricing.network.table.axis("stage", batch.at)}
     assert (pricing.bounds.memory_floor(batch) <= batch.memory * BELOW).all()

@@ -282,6 +282,7 @@ class Evaluated:
     ledger: Ledger | None = None
 
     def _stages(self, pipeline: Pipeline) -> tuple[StageMemory, ...]:
+        alone = self.problem.held_as(self.structure)
         return stage_memories(
             [(part, p.memory, own.memory) for p, part, own in self.blocks],
             self.extents,
@@ -292,6 +293,7 @@ class Evaluated:
                 self.problem.job.seq_len, self.extents.mesh, sequence_parallel=self.structure.sequence_parallel
             ),
             noted=self.ledger is not None,
+            alone=[] if alone is self.structure else [b.memory for b in self.problem.lowered.training(alone)],
         )
 
     def time(self, pipeline: Pipeline) -> StepTime:

@@ -169,6 +169,7 @@ def stage_memories(
     in_step: float | None,
     positions: Num,
     noted: bool = False,
+    alone: Sequence[MemoryPlan] = (),
 ) -> tuple[StageMemory, ...]:
     """What the chips hold that may be the fullest: with the embedding, with the head; the one with most layers last.
 
@@ -183,15 +184,19 @@ def stage_memories(
         in_step: as `pipeline_ends` takes it.
         positions: of a sequence, on a device.
         noted: whether to write down what the classes are made of (floats only).
+        alone: plans of the blocks whose gradients are held where a step is one microbatch and there is no pipeline.
 
     Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
     state = [state_bytes(plan, extents, precision, shared=in_step is not None) for _, plan, _ in blocks]
+    lone = (pipeline.shape.num_microbatches == 1) & (pipeline.shape.stages == 1)
+    for held, plan in zip(state, alone, strict=False):
+        held["gradients"] = where(lone, extents.weighted(plan.gradients), held["gradients"])
     wider = precision.gradients.bytes / precision.weights.bytes
     layers = num_layers(program_of(part for part, _, _ in blocks))
     ends = pipeline_ends(layers, pipeline, in_step, positions)
-    held = [(part, local) for part, _, local in blocks]
-    return tuple(stage_memory(held, state, end, wider, [] if noted else None) for end in ends)
+    parts = [(part, local) for part, _, local in blocks]
+    return tuple(stage_memory(parts, state, end, wider, [] if noted else None) for end in ends)
 
 
 def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Num]:

@@ -16,6 +16,7 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OperationPrices, published_precision
 from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.lower import Lowered, LoweredServingBlock, LoweredTrainingBlock, lowered_serving, lowered_training
 from meshwise.costs.own_program import OwnProgram
 from meshwise.costs.routing import Routing
@@ -86,6 +87,13 @@ class TrainingProblem(_Problem):
     def xla_leaves(self) -> OwnProgram | None:
         """What XLA leaves of our own programs, which their bounds count; None for other software."""
         return OwnProgram.on(self.cluster.chip) if self.own_program else None
+
+    def held_as(self, choices: LayoutChoices) -> LayoutChoices:
+        """The choices that hold the same state where a step is one microbatch, and no pipeline.
+
+        Our own programs then scatter gradients as they are made, with ZeRO-1 as with ZeRO-2.
+        """
+        return replace(choices, zero=2) if self.own_program and choices.zero == 1 else choices
 
     def kept_copies(self, block: LoweredTrainingBlock, extents: Extents) -> Num:
         """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out."""

@@ -372,7 +372,7 @@ class Bounds:
 
     def memory_floor(self, batch: CandidateBatch) -> Array:
         """Bytes that each candidate holds at least, the training state that no offloading moves included."""
-        state = self._weight_state(batch.choices, self.network.table.mesh_id[batch.at])
+        state = self._weight_state(self.network.held_as(batch), self.network.table.mesh_id[batch.at])
         out, key, variant = np.zeros(len(batch)), self.key_of[batch.at], self.network.variant_of[batch.choices]
         for s in np.unique(batch.schedule):
             mine = np.flatnonzero(batch.schedule == s)

@@ -413,7 +413,9 @@ def _compute_variants(mixture: bool, layers_of_model: int, asked: Choices) -> tu
             partial_remat=layers is not None,
             collective_matmul=asked.collective_matmul,
         )
-        stages, sharings = dict.fromkeys((0, *asked.zero)), dict.fromkeys((True, *asked.fully_sharded))
+        # What stage 2 holds may be what stage 1 does (`SearchedNetwork.held_as`).
+        stages = dict.fromkeys((0, *asked.zero, *((2,) if 1 in asked.zero else ())))
+        sharings = dict.fromkeys((True, *asked.fully_sharded))
         stored = tuple(replace(own, zero=z, fully_sharded=f) for z, f in itertools.product(stages, sharings))
         found.append(ComputeVariant(own, layers, stored, asked))
     return tuple(found)

@@ -110,7 +110,7 @@ class MemoryPrices:
 
     def _states_of(self, batch: CandidateBatch) -> _States:
         stored, number = self.network.weights
-        weights = number[batch.choices]
+        weights = number[self.network.held_as(batch)]
         for w in np.unique(weights[self._state_of[weights] < 0]):
             sums = state_sums(self.problem, stored[w])
             self._with_state.setdefault(sums, stored[w])

@@ -32,6 +32,7 @@ from meshwise.costs.weight_traffic import weight_choices
 from meshwise.search.asked import SearchSpace
 from meshwise.search.candidates import (
     Array,
+    CandidateBatch,
     CandidateTable,
     Choices,
     ComputeVariant,
@@ -109,6 +110,19 @@ class SearchedNetwork:
         named = self._parts[0][c] | self._parts[1][s] | self._parts[2][o]
         del named["strategy"]
         return named
+
+    @cached_property
+    def _alone(self) -> Index:
+        """Of each of the choices, the number of those that hold the same state where a step is one microbatch."""
+        numbers = {c: n for n, c in enumerate(self.choices)}
+        return np.array([numbers[self.problem.held_as(c)] for c in self.choices])
+
+    def held_as(self, batch: CandidateBatch) -> Index:
+        """Numbers of the choices whose state each candidate holds."""
+        if not self.problem.own_program:
+            return batch.choices
+        lone = (self.table.num_microbatches[batch.at] == 1) & (self.table.axis("stage", batch.at) == 1)
+        return np.where(lone, self._alone[batch.choices], batch.choices)
 
     @cached_property
     def weights(self) -> tuple[tuple[LayoutChoices, ...], Index]:
