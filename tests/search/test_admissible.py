@@ -18,8 +18,8 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.search import training_limits
 from meshwise.search.asked import SearchSpace
-from meshwise.search.bounds import ideal_chip_seconds_per_token
 from meshwise.search.candidates import Choices, candidate_table
+from meshwise.search.ideal import ideal_chip_seconds_per_token
 from meshwise.search.network import LocalTables, SearchedNetwork
 from meshwise.search.pricing import Pricing
 from meshwise.search.space import meshes, placements

@@ -59,6 +59,10 @@ TARGETS: Mapping[str, Target] = {
 TOOLS = (*TARGETS, "meshwise")
 
 
+#: Those that take ring attention wherever they take keys and values that are gathered.
+_TAKE_RINGS = ("megatron", "deepspeed", "meshwise")
+
+
 def _rules_of(name: str) -> tuple[Rule[Choices], ...]:
     return own_runtime.RULES if name == "meshwise" else TARGETS[name].rules
 
@@ -102,7 +106,8 @@ def _tool(name: str, problem: TrainingProblem) -> Tool:
     """A tool's conditions on layouts of a job."""
     known: dict[Any, Any] = {}
     refusals = (_condition(rule, problem, known) for rule in _rules_of(name))
-    return Tool(name, tuple(refusals) if name == "meshwise" else (unknown_choices, *refusals))
+    every = tuple(refusals) if name == "meshwise" else (unknown_choices, *refusals)
+    return Tool(name, every, takes_rings=name in _TAKE_RINGS)
 
 
 def _condition(rule: Rule[Choices], problem: TrainingProblem, known: dict[Any, Any]) -> Callable[[Layout], Any]:

@@ -16,30 +16,28 @@ import numpy as np
 
 from meshwise.costs.arithmetic import Num, array, joined, take
 from meshwise.costs.ends import End, pipeline_ends
-from meshwise.costs.evaluate import evaluate_activations, evaluate_passes, local_prices, rates_of
-from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
+from meshwise.costs.evaluate import evaluate_activations, rates_of
+from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import STATE_CLASSES
 from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
 from meshwise.costs.pipeline import Part, Pipeline, Shares, device_shares, num_layers
-from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import CollectivePrices, Wires
 from meshwise.costs.step_time import passes_makespan
 from meshwise.costs.weight_traffic import evaluate_weight_state
 from meshwise.search.candidates import (
     Array,
     CandidateBatch,
-    Choices,
     Columns,
     ComputeVariant,
     Index,
     Mask,
     allowed,
-    compute_variants,
     distinct,
 )
 from meshwise.search.floors import HeldActivations, held_activations, leaner, memory_floor
-from meshwise.search.network import FEW, LocalTables, Recent, RowTable, SearchedNetwork, WeightColumns
+from meshwise.search.network import FEW, Recent, RowTable, SearchedNetwork, WeightColumns
+from meshwise.search.rings import first_of_remat
 from meshwise.search.space import IdealWires
 
 T = TypeVar("T")
@@ -85,29 +83,6 @@ class Groups(Columns):
         return whole.take(np.argsort(getattr(whole, column), kind="stable"))
 
 
-def ideal_chip_seconds_per_token(local: LocalTables, asked: Choices) -> float:
-    """Chip-seconds of one token that no layout on any number of chips undercuts, worked out once for a problem.
-
-    A chip computes the whole batch in one go, as large as it may be rounded: nothing is sent, waited for, computed
-    twice, padded or started more often than it must be, and operations are as large as they can be.
-    """
-    if asked not in local.ideal:
-        local.ideal[asked] = _ideal_chip_seconds_per_token(local.problem, asked)
-    return local.ideal[asked]
-
-
-def _ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> float:
-    sequences = float(problem.job.sequences) * (1 + problem.job.batch_slack)
-    whole = LocalSizes(sequences)
-    least = math.inf
-    for choices in {_all_remats(v, "none") for v in compute_variants(problem.model, asked)}:
-        local = evaluate_passes(problem, choices, local_prices(problem, choices, whole, bounded=False))
-        blocks = zip(problem.lowered.training(choices), local, strict=True)
-        passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.values())
-        least = min(least, sum(passes))
-    return (1 - 1e-9) * least / (sequences * float(problem.job.seq_len))
-
-
 class Bounds:
     """Bounds on one network; a key is a size of one device's work with a number of stages and of microbatches.
 
@@ -136,9 +111,13 @@ class Bounds:
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
         self._sums = Recent[Mapping[str, RoleSums]](4)
         self._prices = Recent[CollectivePrices](2)
-        plain = {_all_remats(v): v for v in network.variants}
-        self._keys = {own: np.flatnonzero(v.applies(lambda axis: table.axis(axis, first))) for own, v in plain.items()}
-        self.keys = [self._keys[_all_remats(v)] for v in network.variants]  # where each compute variant applies
+        plain = {v.with_remat(): v for v in network.variants}
+        axis = partial(table.axis, at=first)
+        self._meant = {own: v.means(axis) for own, v in plain.items()}
+        self._keys = {own: np.flatnonzero(v.applies(axis)) for own, v in plain.items()}
+        self.keys = [self._keys[v.with_remat()] for v in network.variants]  # where each compute variant applies
+        self._needs_stages = np.array([v.needs_stages for v in network.variants], bool)
+        self._first = first_of_remat(network.variants)
         self.num_sizes = np.size(table.sizes.micro_batch)
         # Of a compute variant with a size.
         self._sums_of, self._held = RowTable(self._evaluate_sums), RowTable(self._evaluate_held)
@@ -204,7 +183,7 @@ class Bounds:
         for v in np.unique(variant):
             mine = np.flatnonzero(variant == v)
             for remat, share in self._remats(self.network.variants[v]).items():
-                choices = _all_remats(self.network.variants[v], remat)
+                choices = self.network.variants[v].with_remat(remat)
                 found[mine] += share * self.network.busy(choices, size[mine])
         return found
 
@@ -228,9 +207,11 @@ class Bounds:
         that they compute at least.
         """
         found, parts, rows = list[Groups](), list[tuple[Index, Index, Array]](), 0
-        for v, keys in enumerate(self.keys):
+        some = [v for v, one in enumerate(self.network.variants) if chosen is None or not one.needs_stages]
+        for v in some:
+            keys = self.keys[v]
             # No schedule is faster than all devices computing all the time.
-            least = self._busy[_all_remats(self.network.variants[v])][self.size[keys]] * self.per_token[keys]
+            least = self._busy[self.network.variants[v].with_remat()][self.size[keys]] * self.per_token[keys]
             possible = below(least, keys)
             kept, least = keys[possible], least[possible]
             # What is computed again counts, too: where sizes are not many, before any sends are bounded.
@@ -244,11 +225,25 @@ class Bounds:
                 kept, least = kept[best], least[best]
             parts.append((np.full(len(kept), v), kept, least))
             rows += int(np.count_nonzero(np.bincount(self.size[kept])))
-            if rows > _ROWS or v == len(self.keys) - 1:
+            if rows > _ROWS or v == some[-1]:
                 variant, key, least = map(np.concatenate, zip(*parts, strict=True))
                 found += self._groups_among(variant, key, least, schedules, below=below, chosen=chosen)
                 parts, rows = [], 0
         return Groups.sorted_by("bound", found)
+
+    def _below_with_ring(
+        self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array, Index], Mask]
+    ) -> Mask:
+        """Which keys of compute variants have a bound `below` with a ring instead of gathers, which is never higher."""
+        found = np.ones(len(key), bool)
+        gathers = np.flatnonzero(self._needs_stages[variant])
+        found[gathers] = False
+        for s in schedules:
+            mine = gathers[self.pipeline(s)[1][self.pipe[key[gathers]]] & ~found[gathers]]
+            if len(mine):
+                row = self.rows_of(self._first[variant[mine]], self.size[key[mine]])
+                found[mine] = below(self._least_of(row, key[mine], s), key[mine])
+        return found
 
     def _groups_among(
         self,
@@ -261,6 +256,9 @@ class Bounds:
         chosen: Callable[[Array, Index], Mask] | None,
     ) -> list[Groups]:
         """Groups among some keys of compute variants; what their bounds are made of is kept for these alone."""
+        if self._needs_stages[variant].any():
+            worthy = self._below_with_ring(variant, key, schedules, below)
+            variant, key, least = variant[worthy], key[worthy], least[worthy]
         fitting = list(self._fitting(variant, key, schedules, self.network.capacity))
         fits = np.zeros(len(key), bool)
         for _, mine, _ in fitting:
@@ -292,12 +290,15 @@ class Bounds:
     def _groups_of(
         self, variant: Index, key: Index, s: int, floors: Array, below: Callable[[Array, Index], Mask]
     ) -> Groups:
-        row = self.rows_of(variant, self.size[key])
-        seconds = self.makespan({role: sums.at(row) for role, sums in self.activations.items()}, s, key)
-        # The terms of a step are added up in another order: never above it for a last bit.
-        bound = np.asarray((1 - 1e-12) * seconds / self.tokens[key])
+        bound = self._least_of(self.rows_of(variant, self.size[key]), key, s)
         kept = np.flatnonzero(below(bound, key))
         return Groups(bound[kept], floors[kept], key[kept], variant[kept], np.full(len(kept), s))
+
+    def _least_of(self, row: Index, key: Index, s: int) -> Array:
+        """Seconds per token of passes at least, of sums in these rows."""
+        seconds = self.makespan({role: sums.at(row) for role, sums in self.activations.items()}, s, key)
+        # The terms of a step are added up in another order: never above it for a last bit.
+        return np.asarray((1 - 1e-12) * seconds / self.tokens[key])
 
     def _fitting(
         self, variant: Index, key: Index, schedules: Sequence[int], capacity: float
@@ -312,7 +313,8 @@ class Bounds:
 
     def _floor(self, s: int, variant: Index, key: Index, state: Mapping[str, Array] | None = None) -> Array:
         """Bytes that the fullest chip holds at least under a schedule."""
-        held = self._held(self.numbers(self._held, variant, self.size[key], self.num_sizes))
+        kept_alike = self._first[variant]  # what a ring spares is no more than a buffer, which no floor counts
+        held = self._held(self.numbers(self._held, kept_alike, self.size[key], self.num_sizes))
         ends, hbm = take(self.pipeline(s)[2], self.pipe[key]), self.problem.cluster.chip.hbm_usable
         away = any("activations" in saving.offload for saving in self.network.savings)
         return np.broadcast_to(memory_floor(held, ends, hbm, offloaded=away, state=state), len(key))
@@ -350,8 +352,8 @@ class Bounds:
         meant = np.sum([plainest.differs(stored, table.axis) for stored in plainest.stored], axis=0)
         members = np.bincount(self.key_of, meant)  # of each key, in all choices
         runs = [self.pipeline(s)[1][self.pipe] for s in schedules]
-        total = {own: sum(int(members[keys[can[keys]]].sum()) for can in runs) for own, keys in self._keys.items()}
-        return sum(total[_all_remats(v)] for v in self.network.variants)
+        total = {own: sum(int(members[meant & can].sum()) for can in runs) for own, meant in self._meant.items()}
+        return sum(total[v.with_remat()] for v in self.network.variants)
 
     def members_of(self, groups: Groups) -> CandidateBatch:
         """All candidates of groups, whether a tool takes them or not.
@@ -408,16 +410,16 @@ class Bounds:
         self, variant: ComputeVariant, sums: Callable[[LayoutChoices], Mapping[str, RoleSums]]
     ) -> dict[str, RoleSums]:
         """Sums under the variant's remat policy, from those of a policy for all layers, which are linear in layers."""
-        whole = sums(_all_remats(variant, variant.own.remat))
+        whole = sums(variant.with_remat(variant.own.remat))
         if variant.remat_layers is not None:
-            rest, share = sums(_all_remats(variant, "none")), variant.remat_layers / self.problem.model.num_layers
+            rest, share = sums(variant.with_remat("none")), variant.remat_layers / self.problem.model.num_layers
             whole = {role: RoleSums.between(rest[role], own, share) for role, own in whole.items()}
         return {role: own.at(slice(None)) for role, own in whole.items()}  # what bounds need, and no more
 
     def _held_under(self, variant: ComputeVariant, sizes: Index) -> HeldActivations:
         parts = []
         for remat, share in self._remats(variant).items():
-            choices = _all_remats(variant, remat)
+            choices = variant.with_remat(remat)
             each_held = self.network.memory(choices, "whole", sizes)
             for b, held in zip(self.problem.lowered.training(choices), each_held, strict=True):
                 if b.role == "head":
@@ -437,11 +439,6 @@ class Bounds:
                 ends, shares = pipeline_ends(self.layers, pipeline, made, length), device_shares(self.layers, pipeline)
             self._pipelines[s] = pipeline, np.broadcast_to(can, len(self.stages)), ends, shares
         return self._pipelines[s]
-
-
-def _all_remats(variant: ComputeVariant, remat: str = "") -> LayoutChoices:
-    """The choices of a variant with a remat policy for all layers; without one, what its remat policies share."""
-    return replace(variant.own, remat=remat, partial_remat=False)
 
 
 def expanded(number: Index) -> tuple[Index, Index]:

@@ -354,12 +354,14 @@ class ComputeVariant:
         remat_layers: how many layers follow the remat policy; None for all.
         stored: all of them.
         asked: the choices of the search that they were made of.
+        needs_stages: whether on one stage another is never slower and holds no more (`rings`).
     """
 
     own: LayoutChoices
     remat_layers: int | None
     stored: tuple[LayoutChoices, ...]
     asked: Choices
+    needs_stages: bool = False
 
     @property
     def layout_choices(self) -> dict[str, object]:
@@ -368,8 +370,16 @@ class ComputeVariant:
         shared = {name: getattr(self.own, name) for name in names}
         return shared | {"remat_layers": self.remat_layers, "expert_dispatch": self.asked.expert_dispatch}
 
+    def with_remat(self, remat: str = "") -> LayoutChoices:
+        """The choices with a remat policy for all layers; without one, what its remat policies share."""
+        return replace(self.own, remat=remat, partial_remat=False)
+
     def applies(self, axis: Axis) -> Mask:
-        """On which meshes (axis -> sizes) it is one of its own: where the axes of its choices are used."""
+        """On which meshes (axis -> sizes) it is worth trying."""
+        return self.means(axis) & ((axis("stage") > 1) | (not self.needs_stages))
+
+    def means(self, axis: Axis) -> Mask:
+        """On which meshes it is one of its own: where the axes of its choices are used."""
         whole = self.own.expert_tensor_parallel == self.asked.expert_tensor_parallel[0]
         gathers = self.own.context_method == self.asked.context_method[0]
         exchanges: Mask = (axis("expert") > 1) == self.own.exchanges

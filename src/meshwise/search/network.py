@@ -42,6 +42,7 @@ from meshwise.search.candidates import (
     Saving,
     compute_variants,
 )
+from meshwise.search.rings import RING_FIRST, stands_for_gathers
 from meshwise.search.space import IdealWires
 from meshwise.search.tools import Tool, ToolMasks, possible_meshes, possible_schedules, possible_variants
 from meshwise.sharding.layout import MESH_AXES
@@ -197,9 +198,16 @@ class LocalTables:
         key = tools, asked
         if key not in self._possible:
             losses = tuple(way for way in asked.loss if not tools or any(t.may_run({"loss": way}) for t in tools))
-            variants = possible_variants(tools, compute_variants(self.problem.model, asked)) if losses else ()
+            variants = possible_variants(tools, self._variants(tools, asked)) if losses else ()
             self._possible[key] = variants, possible_schedules(tools, asked.variants), losses
         return self._possible[key]
+
+    def _variants(self, tools: tuple[Tool, ...], asked: Choices) -> tuple[ComputeVariant, ...]:
+        """Every compute variant; rings first, where they stand for gathers on one stage."""
+        if not stands_for_gathers(self.problem, tools, asked):
+            return compute_variants(self.problem.model, asked)
+        every = compute_variants(self.problem.model, replace(asked, context_method=RING_FIRST))
+        return tuple(replace(v, needs_stages=v.own.context_method != RING_FIRST[0]) for v in every)
 
     def meshes(self, space: SearchSpace, rows: Index) -> Index:
         """Those of some meshes, [meshes, axes], that some tool may take with the choices of a space."""

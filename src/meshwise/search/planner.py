@@ -21,9 +21,9 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
 from meshwise.search.asked import OBJECTIVES, SearchResult, SearchSpace
 from meshwise.search.baselines import Baseline, baselines, variations
-from meshwise.search.bounds import ideal_chip_seconds_per_token
 from meshwise.search.completed import MAX_MEMORY, check_sizes, completed, is_usual, training_limits
 from meshwise.search.constraints import Constraints, most_seconds_per_token
+from meshwise.search.ideal import ideal_chip_seconds_per_token
 from meshwise.search.limits import Wanted, find_best, find_fewest, nothing_found, over_limit, too_much
 from meshwise.search.network import LocalTables
 from meshwise.search.plan import Plan

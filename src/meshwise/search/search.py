@@ -16,8 +16,8 @@ import numpy as np
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.search.asked import COUNTS, SearchResult, SearchSpace
-from meshwise.search.bounds import ideal_chip_seconds_per_token
 from meshwise.search.candidates import candidate_table, mesh_blocks
+from meshwise.search.ideal import ideal_chip_seconds_per_token
 from meshwise.search.network import LocalTables, SearchedNetwork, keep_freed_memory
 from meshwise.search.network_search import NetworkSearch
 from meshwise.search.pricing import Pricing

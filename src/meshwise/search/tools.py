@@ -35,10 +35,12 @@ class Tool:
     Args:
         name: as `--tool` and `--to` take it.
         refusals: each true of layouts that the tool cannot express.
+        takes_rings: whether it takes ring attention wherever it takes keys and values that are gathered.
     """
 
     name: str
     refusals: tuple[Refusal, ...]
+    takes_rings: bool = False
 
     def runs(self, layout: Layout) -> bool:
         """Whether the tool can express a complete layout."""

@@ -1,0 +1,34 @@
+"""Chip-seconds of a token that no layout on any number of chips undercuts. Not here: bounds on a network (`bounds`)."""
+
+from __future__ import annotations
+
+import math
+
+from meshwise.costs.evaluate import evaluate_passes, local_prices
+from meshwise.costs.layout_choices import LocalSizes
+from meshwise.costs.problem import TrainingProblem
+from meshwise.search.candidates import Choices, compute_variants
+from meshwise.search.network import LocalTables
+
+
+def ideal_chip_seconds_per_token(local: LocalTables, asked: Choices) -> float:
+    """Chip-seconds of one token that no layout on any number of chips undercuts, worked out once for a problem.
+
+    A chip computes the whole batch in one go, as large as it may be rounded: nothing is sent, waited for, computed
+    twice, padded or started more often than it must be, and operations are as large as they can be.
+    """
+    if asked not in local.ideal:
+        local.ideal[asked] = _ideal_chip_seconds_per_token(local.problem, asked)
+    return local.ideal[asked]
+
+
+def _ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> float:
+    sequences = float(problem.job.sequences) * (1 + problem.job.batch_slack)
+    whole = LocalSizes(sequences)
+    least = math.inf
+    for choices in {v.with_remat("none") for v in compute_variants(problem.model, asked)}:
+        local = evaluate_passes(problem, choices, local_prices(problem, choices, whole, bounded=False))
+        blocks = zip(problem.lowered.training(choices), local, strict=True)
+        passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.values())
+        least = min(least, sum(passes))
+    return (1 - 1e-9) * least / (sequences * float(problem.job.seq_len))
