@@ -53,7 +53,7 @@ class Kept:
 
     def add(self, pairs: Pairs) -> None:
         """Take those of some more that fit in memory."""
-        self._new.append(fitting := pairs.take(pairs.memory <= self.tables.usable))
+        self._new.append(fitting := pairs.take(np.flatnonzero(pairs.memory <= self.tables.usable)))
         self._waiting += len(fitting)
         if self._waiting >= _WAITING:
             self._old, self._new, self._waiting = [*self._old, self._needed(self._new)], [], 0
@@ -75,7 +75,7 @@ class Kept:
         needed = np.zeros(len(pairs), bool)
         for rows in (self._best(pairs), front(self.constraints, pairs), *self._compared(pairs)):
             needed[rows] = True
-        return pairs.take(needed)
+        return pairs.take(np.flatnonzero(needed))
 
     def _best(self, pairs: Pairs) -> Index:
         """Those that may be as good as the last of the best; of those with one layout, too, where prompts are cut."""

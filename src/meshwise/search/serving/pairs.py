@@ -6,13 +6,15 @@ before. Not here: prices of rows (`tables`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.search.candidates import Array, Columns, Index, Mask
+from meshwise.search.candidates import Array, Columns, Index, Mask, distinct
 from meshwise.search.serving.tables import Table, Tables
 
 
@@ -62,6 +64,9 @@ _TOGETHER = 1 << 17
 #: Of so few rows each is compared with each.
 _FEW = 256
 
+#: Combinations of values of all columns but two that are each gone through.
+_COMBINATIONS = 256
+
 #: How often the fastest rows of each kind are asked which others they beat.
 _ROUNDS = 24
 
@@ -73,12 +78,26 @@ def undominated(*columns: Array) -> Index:
     if len(left) <= _FEW:
         beats = np.logical_and.reduce([column[:, None] <= column for column in others])
         return np.asarray(left[~np.triu(beats, 1).any(axis=0)])  # what beats one that beats a third beats this, too
+    steps = [distinct([column]) for column in others[1:]]
+    if math.prod(len(first) for first, _ in steps) <= _COMBINATIONS:
+        return np.asarray(left[_undercut(others[0], [index for _, index in steps])])
     kept: list[int] = []
     while len(left):
         kept.append(int(left[0]))
         better = (others < others[:, :1]).any(axis=0)
         left, others = left[better], others[:, better]
     return np.array(kept, dtype=int)
+
+
+def _undercut(column: Array, steps: Sequence[Index]) -> Mask:
+    """Which rows no earlier row beats or equals in a column and in all of `steps`, columns of few values each."""
+    kept = np.zeros(len(column), bool)
+    for values in itertools.product(*(np.unique(step) for step in steps)):
+        rows = np.flatnonzero(np.logical_and.reduce([step <= v for step, v in zip(steps, values, strict=True)]))
+        own = np.logical_and.reduce([step[rows] == v for step, v in zip(steps, values, strict=True)])
+        mine = column[rows]
+        kept[rows[own]] = np.r_[True, mine[1:] < np.minimum.accumulate(mine)[:-1]][own]
+    return kept
 
 
 def aggregated(tables: Tables, wanted: float | None = None, *, one_layout: bool = False) -> Iterator[Pairs]:

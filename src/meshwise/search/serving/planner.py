@@ -25,6 +25,7 @@ from meshwise.costs.compute import check_precision
 from meshwise.costs.problem import STEPS, ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
+from meshwise.search.network import keep_freed_memory
 from meshwise.search.plan import SimulatedPlan
 from meshwise.search.serving.constraints import (
     ServingConstraints,
@@ -189,6 +190,7 @@ def priced_tables(problem: ServingProblem, constraints: ServingConstraints, unti
     Raises:
         MeshwiseError: a format that the chip cannot multiply.
     """
+    keep_freed_memory()
     check_precision(problem.cluster.chip, problem.load.formats.formats)
     asked: dict[str, Any] = {"max_batch": constraints.max_batch, "forbid": constraints.forbid}
     return Tables.priced(problem, problem.network, **asked, until=until or Until())

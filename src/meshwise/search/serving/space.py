@@ -284,19 +284,20 @@ def _of_axes(axes: list[str], mappings: list[AxisMapping], dimensions: int) -> I
 
 def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, Integers]]) -> Candidates:
     layouts = tuple(layout for layout, _ in found)
-    chips = [x.engine_chips for x in layouts]
+    sizes = [tuple(x.sizes.values()) for x in layouts]
+    chips = list(map(math.prod, sizes))
     return Candidates(
         structure,
         layouts,
         np.repeat(np.arange(len(layouts), dtype=np.int32), [len(extents) for _, extents in found]),
         np.ascontiguousarray(np.concatenate([extents for _, extents in found]).transpose(1, 2, 0)),
-        {a: np.array([float(getattr(x, a)) for x in layouts]) for a in SERVING_AXES},
+        dict(zip(SERVING_AXES, np.array(sizes, float).T.copy(), strict=True)),
         np.array(chips, float),
         tuple((n, x.weight_ways, x.expert, x.stage) for n, x in zip(chips, layouts, strict=True)),
-        tuple(_cached_as(x, structure) for x in layouts),
+        tuple((*own, *_cached_as(x, structure)) for own, x in zip(sizes, layouts, strict=True)),
     )
 
 
-def _cached_as(x: ServingLayout, structure: ServingLayoutChoices) -> object:
-    """What of a layout says how it splits a cache."""
-    return (*x.sizes.values(), structure.cache_split, x.expert_tensor_parallel, x.context_method)
+def _cached_as(x: ServingLayout, structure: ServingLayoutChoices) -> tuple[object, ...]:
+    """What of a layout, besides its sizes, says how it splits a cache."""
+    return structure.cache_split, x.expert_tensor_parallel, x.context_method
