@@ -231,6 +231,7 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
 ) -> tuple[Candidates, ...]:
     found: dict[ServingLayoutChoices, list[tuple[ServingLayout, Integers]]] = {}
     laid: dict[tuple[int, ...], Integers] = {}
+    structures: dict[tuple[object, ...], ServingLayoutChoices] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
             tick()
@@ -241,7 +242,11 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
                 continue
             for choice in _choices(mesh, step, limits):
                 layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
-                found.setdefault(layout.structure, []).append((layout, extents))
+                # What a choice means depends on the axes that are used, not on their sizes.
+                key = (*(size > 1 for size in mesh.values()), *choice.values())
+                if key not in structures:
+                    structures[key] = layout.structure
+                found.setdefault(structures[key], []).append((layout, extents))
     return tuple(_arrays(structure, meshes) for structure, meshes in found.items())
 
 
