@@ -332,3 +332,6 @@ def test_bounds_of_our_own_programs_count_what_xla_leaves():
     # Keys and values of 16 MiB stay in VMEM: made, turned, read by attention, and their gradients the same way back.
     stays = a_layer - 2 * 2 * kept - (moved["v6e:2x4", 2] - moved["v6e:2x4", 1])
     assert 14 * kv < stays < 18 * kv
+    # The gradient of the logits is read and written on GPUs; on TPUs the head's products make it as they read these.
+    ends = [2 * moved[on, 1] - moved[on, 2] for on in ("h100:8", "v6e:2x4")]
+    assert 2 * 2 * T * V < ends[0] - ends[1] < 2.2 * 2 * T * V

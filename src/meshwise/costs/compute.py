@@ -259,6 +259,11 @@ class OperationPrices:
             known = self._passes[numbers] = self._sum(numbers)
         return known
 
+    def products_alone(self, numbers: tuple[int, ...]) -> PassCompute:
+        """The same of a pass whose products read as they compute: bounds count the bytes of nothing else."""
+        products = (op for op in map(self.ops.__getitem__, numbers) if not op.fusible)
+        return replace(self.pass_compute(numbers), matmul_bytes=sum(map(self._least_bytes, products)))
+
     def _sum(self, numbers: Iterable[int]) -> PassCompute:
         flops = busy = moved = seconds = serial = attention = _NONE
         for number in numbers:
@@ -282,10 +287,7 @@ class OperationPrices:
         least: Num = self.extents.weighted(op.stored)
         for activation in op.kept:
             num_bytes = self.extents.weighted(activation)
-            if self.own is None:
-                least = least + maximum(num_bytes - self.onchip, 0.0)
-            else:
-                least = least + where(num_bytes > self.own.stays, num_bytes, 0.0)
+            least = least + (self.own.moved(num_bytes) if self.own else maximum(num_bytes - self.onchip, 0.0))
         return least
 
 

@@ -192,6 +192,8 @@ def _passes(
             serial_seconds=maximum(forward.serial_seconds, needed.serial_seconds),
             attention_seconds=forward.attention_seconds,
         )
+    if prices.own and prices.own.fuses_loss and b.role == "head":
+        passes["backward"] = prices.products_alone(b.passes["backward"])
     copied = problem.kept_copies(b, prices.extents)
     if not is_zero(copied):
         for name in ("forward", "backward"):

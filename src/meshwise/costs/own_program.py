@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwise.costs.arithmetic import Num, where
+from meshwise.costs.arithmetic import Num, maximum, minimum, where
 from meshwise.costs.extents import Extents
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.hardware import Chip
 
-#: Share of a TPU's VMEM that an array may fill and stay there between operations of a compiled training step: those of
-#: 24 MiB do on v5e and v6e (128 MiB), those of 32 MiB do not.
-_KEPT_SHARE = 1 / 5
+#: Shares of a TPU's VMEM: arrays that fill less than the first stay there between operations of a compiled training
+#: step, those that fill the second do not, and between them a part does. On v5e and v6e (128 MiB) those of 24 MiB stay,
+#: those of 32 MiB do not.
+_STAYS, _LEAVES = 3 / 16, 1 / 4
 
 #: Positions in a block of our attention on TPUs (`runtime.kernels.tpu`).
 _BLOCKS = (512, 256, 128)
@@ -24,14 +25,17 @@ class OwnProgram(NamedTuple):
     """What XLA leaves of a step of our own runtime.
 
     Args:
-        stays: bytes of an activation that may stay on the chip between operations, whole.
+        stays: bytes of an activation that may stay on the chip between operations; leaves: of one that does not.
         blocks: positions in a block of attention's kernel, the most first; none where they hardly matter.
         copies: whether what a layer keeps is copied into stacks of all layers, and out of them again.
+        fuses_loss: whether products of the head make the gradient of the logits as they read these.
     """
 
     stays: float
+    leaves: float
     blocks: tuple[int, ...]
     copies: bool
+    fuses_loss: bool
 
     @classmethod
     def on(cls, chip: Chip) -> OwnProgram:
@@ -41,8 +45,15 @@ class OwnProgram(NamedTuple):
         what a cache holds is still asked of the memory, kernels take small blocks, products have arrays of their own.
         """
         if chip.vendor == "google":
-            return cls((chip.onchip_capacity or 0.0) * _KEPT_SHARE, _BLOCKS, copies=False)
-        return cls(0.0, (), copies=True)
+            vmem = chip.onchip_capacity or 0.0
+            return cls(_STAYS * vmem, _LEAVES * vmem, _BLOCKS, copies=False, fuses_loss=True)
+        return cls(0.0, 0.0, (), copies=True, fuses_loss=False)
+
+    def moved(self, num_bytes: Num) -> Num:
+        """Bytes of an activation, read or written, that go to the memory or come from it."""
+        if not self.leaves:
+            return num_bytes
+        return num_bytes * minimum(maximum((num_bytes - self.stays) / (self.leaves - self.stays), 0.0), 1.0)
 
 
 def computed_again(op: LoweredOp, extents: Extents, own: OwnProgram) -> Num:

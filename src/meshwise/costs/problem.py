@@ -86,7 +86,7 @@ class TrainingProblem(_Problem):
     @property
     def xla_leaves(self) -> OwnProgram | None:
         """What XLA leaves of our own programs, which their bounds count; None for other software."""
-        return OwnProgram.on(self.cluster.chip) if self.own_program else None
+        return OwnProgram.on(self.cluster.chip) if self.in_step else None
 
     def held_as(self, choices: LayoutChoices) -> LayoutChoices:
         """The choices that hold the same state where a step is one microbatch, and no pipeline.

@@ -67,8 +67,8 @@ def _busy_compute(w: Breakdown, seconds: float) -> Explanation:
     update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
     formula = "(microbatches x FLOPs of one on the busiest stage + chunks waited for x FLOPs of one) / peak"
     substitution = f"({_rounds(w, 'flops', format_flops)}) / {peak}{update}"
-    if w.problem.own_program or formats.compute != formats.other_compute:  # not all FLOPs once, or not at one rate
-        again = "; attention as our kernels compute it" if w.problem.own_program else ""
+    if w.problem.xla_leaves or formats.compute != formats.other_compute:  # not all FLOPs once, or not at one rate
+        again = "; attention as our kernels compute it" if w.problem.xla_leaves else ""
         formula = (
             "microbatches x seconds of the matmuls of one on the busiest stage + chunks waited for x those of one, "
             f"each at its peak, {peak}{again}"
@@ -79,11 +79,15 @@ def _busy_compute(w: Breakdown, seconds: float) -> Explanation:
 
 
 def _busy_hbm(w: Breakdown, seconds: float) -> Explanation:
-    moves = "all operations" if w.problem.own_program else "matmuls"
+    own = w.problem.xla_leaves
+    moves = "all operations" if own else "matmuls"
     formula = (
         f"(microbatches x bytes of {moves} of one on the busiest stage + chunks waited for x those of one + bytes of "
         "the optimizer) / HBM bandwidth"
     )
+    if own and own.leaves:
+        stay, leave = map(format_bytes, (own.stays, own.leaves))
+        formula += f"; arrays under {stay} stay on the chip, those from {leave} on do not"
     moved = f"{_rounds(w, 'matmul_bytes', format_bytes)} + {format_bytes(w.optimizer_bytes)}"
     substitution = f"({moved}) / ({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})"
     return _busy(w, "hbm", formula, substitution, seconds, "hbm_bandwidth")

@@ -107,7 +107,7 @@ def _compute(w: Breakdown, name: str, seconds: float) -> Explanation:
         name,
         "sum over blocks of copies x microbatches x seconds of a pass; "
         f"each operation: max(FLOPs / ({peak}), bytes / ({hbm})){kernels}",
-        " + ".join(_run(b, name, "" if w.problem.own_program else " of matmuls") for b in runs),
+        " + ".join(_run(b, name, "" if w.problem.xla_leaves else " of matmuls") for b in runs),
         format_time(seconds),
         f"{RULE.format(1)}; {ROOFLINES}; "
         + sourced(w.problem.cluster, *peak_fields(job.formats), "hbm_bandwidth")
