@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwise.costs.arithmetic import Num, is_one, is_zero, maximum, minimum
+from meshwise.costs.arithmetic import Num, is_one, maximum, minimum
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import OperationPrices, PassCompute, moved
+from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.ends import own_positions
 from meshwise.costs.extents import CHUNK_AXIS, Extents
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
@@ -94,7 +94,11 @@ def evaluate_local(
         memories: from `evaluate_local_memory`, where they are known.
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
-    passes = evaluate_passes(problem, structure, prices) if known is None else [b.passes for b in known]
+    if known is None:
+        each = zip(blocks, evaluate_passes(problem, structure, prices), strict=True)
+        passes = [problem.with_copies(b, own, prices) for b, own in each]
+    else:
+        passes = [dict(b.passes) for b in known]
     if memories is None:
         memories = evaluate_local_memory(problem, structure, prices) if known is None else [b.memory for b in known]
     return tuple(
@@ -106,7 +110,7 @@ def evaluate_local(
 def evaluate_passes(
     problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices
 ) -> list[dict[str, PassCompute]]:
-    """The passes alone of `evaluate_local`, of each block; arguments as there."""
+    """The passes alone of `evaluate_local`, of each block, without copies of what is kept; arguments as there."""
     return [_passes(problem, structure, b, prices) for b in problem.lowered.training(structure)]
 
 
@@ -194,10 +198,6 @@ def _passes(
         )
     if prices.own and prices.own.fuses_loss and b.role == "head":
         passes["backward"] = prices.products_alone(b.passes["backward"])
-    copied = problem.kept_copies(b, prices.extents)
-    if not is_zero(copied):
-        for name in ("forward", "backward"):
-            passes[name] = passes[name] + moved(copied, problem.compute_rates, bounded=prices.bounded)
     return passes
 
 

@@ -11,9 +11,9 @@ from typing import Literal
 
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Fused, Op, Program
-from meshwise.costs.arithmetic import Num
+from meshwise.costs.arithmetic import Num, is_zero
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import ComputeRates, OperationPrices, published_precision
+from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute, moved, published_precision
 from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
@@ -99,6 +99,16 @@ class TrainingProblem(_Problem):
         """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out."""
         own = self.xla_leaves
         return 2 * extents.weighted(block.memory.kept) if own and own.copies and block.role == "layer" else 0.0
+
+    def with_copies(
+        self, block: LoweredTrainingBlock, passes: dict[str, PassCompute], prices: OperationPrices
+    ) -> dict[str, PassCompute]:
+        """Passes of a block with those copies, which bounds for all remat policies leave out."""
+        copied = self.kept_copies(block, prices.extents)
+        if is_zero(copied):
+            return passes
+        alone = moved(copied, self.compute_rates, bounded=prices.bounded)
+        return passes | {name: passes[name] + alone for name in ("forward", "backward")}
 
     @property
     def has_dropless_capacity(self) -> bool:

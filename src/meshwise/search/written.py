@@ -72,7 +72,8 @@ def placed(
 ) -> list[Plan]:
     """Plans of the layouts, each at its fastest placement on one of some networks; none where there is no placement.
 
-    Where one fits that recomputes nothing, the same with recomputation is left out: it is no faster.
+    Where one fits that recomputes nothing, the same with recomputation is left out, unless what is kept is copied: else
+    it is no faster.
 
     Args:
         problem: model, job, cluster, calibration.
@@ -95,7 +96,7 @@ def placed(
             plan = min(plans, key=lambda plan: plan.estimate.step_time.expected)
             found.append(plan)
             fits = plan.estimate.memory["total"] <= memory_share * plan.estimate.hbm_capacity
-            if layout.remat == "none" and fits:
+            if layout.remat == "none" and fits and not (problem.xla_leaves and problem.xla_leaves.copies):
                 fit_whole.add((layout.fully_sharded, layout.zero))
     return found
 
