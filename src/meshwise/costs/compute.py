@@ -15,7 +15,7 @@ import numpy as np
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
-from meshwise.costs.arithmetic import Num, ceil, maximum, where
+from meshwise.costs.arithmetic import Num, ceil, maximum, minimum, where
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.fusions import kernel_gap
@@ -248,7 +248,8 @@ class OperationPrices:
             if not self.bounded:  # arrays that nobody asks for would fill the cache
                 known = OpCompute(*(_NONE,) * 5, known.seconds, _NONE)
             elif self.own is not None and known.busy is not _NONE:
-                known = replace(known, busy=known.busy * computed_again(self.ops[number], self.extents, self.own))
+                again = known.busy * computed_again(self.ops[number], self.extents, self.own)
+                known = replace(known, busy=minimum(again, maximum(known.busy, known.seconds)))  # none above expected
             self._known[number] = known
         return known
 
@@ -283,7 +284,7 @@ class OperationPrices:
         return PassCompute(flops, busy, moved, seconds, serial, attention)
 
     def _least_bytes(self, op: LoweredOp) -> Num:
-        """HBM traffic of weights and caches, and of activations: of each what the chip cannot hold, or all of it."""
+        """HBM traffic of weights and caches, and of activations what the chip cannot hold, or `OwnProgram.moved`."""
         least: Num = self.extents.weighted(op.stored)
         for activation in op.kept:
             num_bytes = self.extents.weighted(activation)

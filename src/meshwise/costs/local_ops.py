@@ -40,7 +40,7 @@ class LoweredOp(NamedTuple):
         num_bytes: HBM bytes.
         stored: those of them that are of weights and caches.
         kept: the others, tensor by tensor: activations, which may stay on the chip between operations.
-        fusible: whether a fusion could remove the bytes, so that no bound counts them.
+        fusible: whether a fusion could remove the bytes, so that bounds of our own programs alone count them.
         in_passes: whether software that fuses less moves its bytes several times (not those of conversions, which say
             themselves how often they read and write).
         narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.

@@ -190,7 +190,7 @@ def stage_memories(
     """
     state = [state_bytes(plan, extents, precision, shared=in_step is not None) for _, plan, _ in blocks]
     lone = (pipeline.shape.num_microbatches == 1) & (pipeline.shape.stages == 1)
-    for held, plan in zip(state, alone, strict=False):
+    for held, plan in zip(state, alone, strict=True) if alone else ():
         held["gradients"] = where(lone, extents.weighted(plan.gradients), held["gradients"])
     wider = precision.gradients.bytes / precision.weights.bytes
     layers = num_layers(program_of(part for part, _, _ in blocks))

@@ -28,7 +28,7 @@ class OwnProgram(NamedTuple):
         stays: bytes of an activation that may stay on the chip between operations; leaves: of one that does not.
         blocks: positions in a block of attention's kernel, the most first; none where they hardly matter.
         copies: whether what a layer keeps is copied into stacks of all layers, and out of them again.
-        fuses_loss: whether products of the head make the gradient of the logits as they read these.
+        fuses_loss: whether the head's products make its elementwise gradients, the logits' above all, as they read.
     """
 
     stays: float

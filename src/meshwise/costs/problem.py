@@ -83,10 +83,10 @@ class TrainingProblem(_Problem):
         """Whether what runs is a step of meshwise's own runtime, compiled by XLA."""
         return self.in_step and self.calibration.compiled
 
-    @property
+    @cached_property
     def xla_leaves(self) -> OwnProgram | None:
         """What XLA leaves of our own programs, which their bounds count; None for other software."""
-        return OwnProgram.on(self.cluster.chip) if self.in_step else None
+        return OwnProgram.on(self.cluster.chip) if self.own_program else None
 
     def held_as(self, choices: LayoutChoices) -> LayoutChoices:
         """The choices that hold the same state where a step is one microbatch, and no pipeline.

@@ -423,7 +423,7 @@ def _compute_variants(mixture: bool, layers_of_model: int, asked: Choices) -> tu
             partial_remat=layers is not None,
             collective_matmul=asked.collective_matmul,
         )
-        # What stage 2 holds may be what stage 1 does (`SearchedNetwork.held_as`).
+        # Stage 1 may hold what stage 2 does (`SearchedNetwork.held_as`).
         stages = dict.fromkeys((0, *asked.zero, *((2,) if 1 in asked.zero else ())))
         sharings = dict.fromkeys((True, *asked.fully_sharded))
         stored = tuple(replace(own, zero=z, fully_sharded=f) for z, f in itertools.product(stages, sharings))
