@@ -18,6 +18,7 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.evaluate import evaluate
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.fitted import fitted_calibration
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import TrainingProblem
@@ -310,7 +311,9 @@ def small_searches(draw):
     )
     calibration = ALL_CALIBRATIONS[draw(st.sampled_from(sorted(ALL_CALIBRATIONS)))]
     model = draw(st.sampled_from((dense, MIXTURE, NODE_LIMITED, LEARNED)))
-    problem = TrainingProblem(model, job, cluster, calibration, in_step=draw(st.booleans()))
+    if ours := draw(st.booleans()):  # our own programs, which XLA compiles
+        calibration = fitted_calibration(cluster.chip, "xla")
+    problem = TrainingProblem(model, job, cluster, calibration, in_step=ours)
     varied = {
         "remat": draw(some("none", "matmuls", "attention", "full")),
         "zero": draw(some(0, 1, 2)),
