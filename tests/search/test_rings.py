@@ -63,15 +63,17 @@ def problem(model="llama-2-7b", on="h100:8", **changes):
 @pytest.mark.parametrize("on", ["h100:8", "mi300x:8", "v5e:2x4"])
 @pytest.mark.parametrize("model", ["llama-2-7b", "mixtral-8x7b"])
 def test_a_tool_takes_rings_wherever_it_takes_gathers_or_is_not_said_to(model, on):
-    tools, refuse_rings = tools_for(problem(model, on)), set()
+    tools, take_gathers, refuse_rings = tools_for(problem(model, on)), set(), set()
     for sizes, chosen in product(MESHES, CHOICES):
         layout = Layout(**sizes, **{"remat": "none", "micro_batch": 2, "num_microbatches": 8} | chosen)
         ring = replace(layout, context_method="ring")
+        take_gathers |= {tool.name for tool in tools if tool.runs(layout)}
         refuse_rings |= {tool.name for tool in tools if tool.runs(layout) and not tool.runs(ring)}
     take_rings = {tool.name for tool in tools if tool.takes_rings}
     assert "meshwise" in take_rings
     assert "jax" in refuse_rings
     assert not take_rings & refuse_rings
+    assert take_rings <= take_gathers
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,7 @@ def test_a_tool_takes_rings_wherever_it_takes_gathers_or_is_not_said_to(model, o
         ({}, ("meshwise",), True),
         ({}, (), True),
         ({}, ("megatron", "torchtitan"), False),  # torchtitan gathers
+        ({}, ("megatron", "deepspeed"), True),  # DeepSpeed has no `context`
         ({"on": "h100:8", "overlap": 0.0}, (), False),  # nothing hides: as fast
         ({"model": "mamba2-2.7b"}, (), False),
         ({"model": "deepseek-v3.2"}, (), False),  # chosen keys do not go round

@@ -59,8 +59,8 @@ TARGETS: Mapping[str, Target] = {
 TOOLS = (*TARGETS, "meshwise")
 
 
-#: Those that take ring attention wherever they take keys and values that are gathered.
-_TAKE_RINGS = ("megatron", "deepspeed", "meshwise")
+#: Those that take ring attention wherever they take keys and values that are gathered over `context`.
+_TAKE_RINGS = ("megatron", "meshwise")
 
 
 def _rules_of(name: str) -> tuple[Rule[Choices], ...]:

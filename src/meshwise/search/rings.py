@@ -29,11 +29,12 @@ def stands_for_gathers(problem: TrainingProblem, tools: Iterable[Tool], asked: C
     """Whether a ring is never slower than a gather on one stage, and no tool takes one that refuses the ring.
 
     Where nothing hides, or nothing goes round (`costs.lower` asks for the same kind of attention), both take as long,
-    and words decide between them.
+    and words decide between them. Tools without a `context` axis take neither.
     """
     goes_round = any(type(op) is Attention for block in problem.train_program() for op in block.ops)
     both = set(asked.context_method) == set(RING_FIRST)
-    return both and goes_round and problem.calibration.overlap > 0 and all(tool.takes_rings for tool in tools)
+    take_rings = all(tool.takes_rings for tool in tools if tool.may_run({}, {"context": 2}))
+    return both and goes_round and problem.calibration.overlap > 0 and take_rings
 
 
 def first_of_remat(variants: Iterable[ComputeVariant]) -> Index:
