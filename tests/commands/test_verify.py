@@ -198,7 +198,8 @@ def test_what_the_report_says(gpu, gpu_plan):
     report = verification_report(gpu, str(gpu_plan.layout), {"plan": "plan.json"})
     amount = {2: "6.49 GiB", 4: "7.16 GiB"}[gpu.layers]
     assert report.answer.startswith(f"Fits: compiled for h100-sxm:8 it takes {amount} of 79.1 GiB a chip, {amount} of")
-    assert report.assumed[0] == "all layers compiled (1 program found compiled)"
+    whole = "the whole model is compiled, with all its layers"
+    assert report.assumed[0] == f"{whole} (found in the cache of compiled programs)"
     data = report.envelope()
     assert {"memory", "collectives", "matmuls", "fits", "compiler_versions"} <= set(data)
     assert all(x["differences"] or x["predicted_flops"] for x in data["matmuls"])
@@ -262,7 +263,7 @@ def test_a_compiler_that_stops_its_process_is_an_error_with_its_last_words(gpu_p
     stub.write_text("#!/bin/sh\necho noise\necho 'Check failed: ok' >&2\nexit 134\n")
     stub.chmod(0o755)
     monkeypatch.setattr("meshwise.commands.compile_worker.sys.executable", str(stub))
-    with pytest.raises(CompilerError, match=r"compiling all layers of .*: the compiler stopped with code 134: Check"):
+    with pytest.raises(CompilerError, match=r"compiling .* \([24] layers\): the compiler stopped with code 134: Check"):
         compile_apart(gpu_plan)
 
 

@@ -64,7 +64,7 @@ def compile_apart(plan: Plan, *, progress: Tell = silent) -> tuple[Compiled, Dev
     Raises:
         MeshwiseError: as there; CompilerError when the compiler stops its process.
     """
-    words = f"all layers of {plan.problem.model.name}"
+    words = f"{plan.problem.model.name} ({plan.problem.model.num_layers} layers)"
     with tempfile.TemporaryDirectory(prefix="meshwise-") as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"
         request.write_text(json.dumps({"plan": plan.to_json()}), encoding="utf-8")

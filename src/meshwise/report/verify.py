@@ -141,8 +141,8 @@ def _table(title: str, lines: Iterable[Line], show: Any, *, counts: bool = False
 def _assumed(found: Verification) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     program = found.program
-    how = "1 program found compiled" if program.cached else f"compiled in {format_time(program.seconds)}"
-    return (f"all layers compiled ({how})", f"compiler: {versions}")
+    how = "found in the cache of compiled programs" if program.cached else f"took {format_time(program.seconds)}"
+    return (f"the whole model is compiled, with all its layers ({how})", f"compiler: {versions}")
 
 
 def _data(found: Verification, layout: str) -> dict[str, Any]:
