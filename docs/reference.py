@@ -106,7 +106,8 @@ _PLAN = {
     "calibration.constants[].*": "each of them: name, value, unit, source",
     "reasons[]": "why the best is best",
     "workings.rules.*": "with `--explain`: the rule of the expected time, by number",
-    "workings.blocks[].*": "with `--explain`: each block's operations: FLOPs, bytes, seconds, what binds, padding",
+    "workings.blocks[].*": "with `--explain`: each block's operations: FLOPs, bytes, seconds, what binds, padding; of "
+    "each pass FLOPs, seconds and `least_bytes`, the HBM traffic that the lower bound counts",
     "workings.collectives[].*": "with `--explain`: each collective with its wire, latency, and the rule that hides it",
     "workings.memory[].*": "with `--explain`: each class of memory as the sum of its parts",
     "workings.kept_activations.*": "with `--explain`: what a block keeps for its backward pass",

@@ -225,7 +225,7 @@ def slots_over_routed(problem: TrainingProblem, layout: Layout, *, grouped: bool
     """
     mixtures, dropless = problem.model.mixtures, problem.job.capacity_factor is None
     if grouped is None:
-        grouped = problem.cluster.chip.vendor in ("nvidia", "google")
+        grouped = problem.cluster.chip.has_grouped_products
     if not mixtures or not dropless or layout.dispatch(dropless=dropless, grouped=grouped) != "slots":
         return 1.0
     return min(m.experts / m.top_k for m in mixtures)

@@ -20,7 +20,7 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.fusions import kernel_gap
 from meshwise.costs.local_ops import LoweredOp
-from meshwise.costs.own_program import OwnProgram, computed_again
+from meshwise.costs.own_program import HeldOnChip, OwnProgram, computed_again
 from meshwise.costs.tiles import few_rows, filling, padded
 from meshwise.hardware import Chip
 from meshwise.jobs import SERVING_PRECISIONS, Precision, parse_serving_precision
@@ -61,8 +61,9 @@ class PassCompute:
     Args:
         flops: on the matrix unit, padding of uneven shards included.
         busy: seconds of those at the data-sheet rates of their formats.
-        matmul_bytes: HBM traffic of matmuls, attention and lookups that no fusion removes, nor a chip that holds what
-            it is said to; of our own programs, which are what XLA fuses, that of all operations.
+        least_bytes: HBM traffic that the lower bound counts: of matmuls, attention and lookups, which no fusion
+            removes, nor a chip that holds what it is said to; of our own programs, which are what XLA fuses, that of
+            all operations.
         seconds: expected: per operation the longer of its FLOPs (tiles padded) and its bytes, at achieved rates.
         serial_seconds: the same with nothing overlapped: FLOPs and bytes added up.
         attention_seconds: of `seconds`, those of attention itself, which a ring's sends hide behind.
@@ -70,7 +71,7 @@ class PassCompute:
 
     flops: Any = 0.0
     busy: Any = 0.0
-    matmul_bytes: Any = 0.0
+    least_bytes: Any = 0.0
     seconds: Any = 0.0
     serial_seconds: Any = 0.0
     attention_seconds: Any = 0.0
@@ -216,9 +217,9 @@ class OperationPrices:
         extents: local sizes; B is the sequences of one microbatch over all devices.
         rates: of the chip.
         bounded: whether bounds are asked for; else passes have expected seconds alone.
-        onchip: bytes of an activation that bounds do not count, as it may stay on the chip between operations.
-        own: of a step of our own runtime, whose bounds count what operations between matmuls move, and what attention
-            computes besides; else None.
+        leaves: what of activations leaves the chip between operations, by what bounds count: of an engine, or of a step
+            of our own runtime, whose bounds count what operations between matmuls move, and what attention computes
+            besides. None: all that matmuls read and write.
     """
 
     def __init__(
@@ -228,15 +229,14 @@ class OperationPrices:
         rates: ComputeRates,
         *,
         bounded: bool = True,
-        onchip: float = 0.0,
-        own: OwnProgram | None = None,
+        leaves: HeldOnChip | OwnProgram | None = None,
     ) -> None:
         self.ops = ops
         self.extents = extents
         self.rates = rates
         self.bounded = bounded
-        self.onchip = onchip
-        self.own = own
+        self.leaves = leaves
+        self.own = leaves if isinstance(leaves, OwnProgram) else None
         self._known: dict[int, OpCompute] = {}
         self._passes: dict[tuple[int, ...], PassCompute] = {}
 
@@ -263,10 +263,10 @@ class OperationPrices:
     def products_alone(self, numbers: tuple[int, ...]) -> PassCompute:
         """The same of a pass whose products read as they compute: bounds count the bytes of nothing else."""
         products = (op for op in map(self.ops.__getitem__, numbers) if not op.fusible)
-        return replace(self.pass_compute(numbers), matmul_bytes=sum(map(self._least_bytes, products)))
+        return replace(self.pass_compute(numbers), least_bytes=sum(map(self._least_bytes, products)))
 
     def _sum(self, numbers: Iterable[int]) -> PassCompute:
-        flops = busy = moved = seconds = serial = attention = _NONE
+        flops = busy = least = seconds = serial = attention = _NONE
         for number in numbers:
             op, one = self.ops[number], self.op(number)
             seconds = one.seconds if seconds is _NONE else seconds + one.seconds
@@ -278,26 +278,26 @@ class OperationPrices:
                 flops = one.flops if flops is _NONE else flops + one.flops
                 busy = one.busy if busy is _NONE else busy + one.busy
             if self.own is not None or not op.fusible:
-                least = one.num_bytes if self.own is None and not self.onchip else self._least_bytes(op)
-                moved = least if moved is _NONE else moved + least
+                num_bytes = one.num_bytes if self.leaves is None else self._least_bytes(op)
+                least = num_bytes if least is _NONE else least + num_bytes
             serial = one.serial_seconds if serial is _NONE else serial + one.serial_seconds
-        return PassCompute(flops, busy, moved, seconds, serial, attention)
+        return PassCompute(flops, busy, least, seconds, serial, attention)
 
     def _least_bytes(self, op: LoweredOp) -> Num:
-        """HBM traffic of weights and caches, and of activations what the chip cannot hold, or `OwnProgram.moved`."""
+        """HBM traffic of weights and caches, and of activations what leaves the chip."""
+        assert self.leaves is not None
         least: Num = self.extents.weighted(op.stored)
         for activation in op.kept:
-            num_bytes = self.extents.weighted(activation)
-            least = least + (self.own.moved(num_bytes) if self.own else maximum(num_bytes - self.onchip, 0.0))
+            least = least + self.leaves.hbm_bytes(self.extents.weighted(activation))
         return least
 
 
-def moved(num_bytes: Num, rates: ComputeRates, *, bounded: bool) -> PassCompute:
+def copying(num_bytes: Num, rates: ComputeRates, *, bounded: bool) -> PassCompute:
     """A pass that reads and writes so many bytes, and does nothing else."""
     seconds = num_bytes * rates.byte
     if not bounded:
         return PassCompute(seconds=seconds)
-    return PassCompute(matmul_bytes=num_bytes, seconds=seconds, serial_seconds=seconds)
+    return PassCompute(least_bytes=num_bytes, seconds=seconds, serial_seconds=seconds)
 
 
 def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded: bool = True) -> OpCompute:
@@ -419,9 +419,9 @@ def _unfused(op: LoweredOp, flops: Num, busy: Num, extents: Extents, rates: Comp
     width = sum(extents.sizes[a] for a in axes)
     scores = whole / (2 * width * (2.5 if attention.gradient else 1))
     products = whole * (2 / 2.5 if attention.gradient else 1) * rates.other_matmul  # nothing is computed again
-    moved = scores * (_SCORE_GRADIENT_BYTES if attention.gradient else _SCORE_BYTES)
+    of_scores = scores * (_SCORE_GRADIENT_BYTES if attention.gradient else _SCORE_BYTES)
     num_bytes = extents.weighted(op.num_bytes)
-    memory = (num_bytes + moved) * rates.byte
+    memory = (num_bytes + of_scores) * rates.byte
     launched = _GRADIENT_KERNELS if attention.gradient else _KERNELS
     seconds = products + memory + launched * rates.calibration.gap
     return OpCompute(flops, busy, num_bytes, products, memory, seconds, seconds)

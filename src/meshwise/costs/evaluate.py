@@ -148,7 +148,7 @@ def local_prices(
     def made() -> OperationPrices:
         extents = local_extents(problem, structure, sizes)
         ops, rates = problem.lowered.ops.values, problem.compute_rates
-        return OperationPrices(ops, extents, rates, bounded=bounded, own=problem.xla_leaves if bounded else None)
+        return OperationPrices(ops, extents, rates, bounded=bounded, leaves=problem.xla_leaves if bounded else None)
 
     own = sizes.micro_batch, sizes.context, sizes.ulysses, sizes.expert, sizes.tensor
     if not all(isinstance(size, float | int) for size in own):

@@ -133,8 +133,8 @@ def _copies(num_bytes: float, rates: ComputeRates) -> Iterator[OperationBreakdow
     if num_bytes:
         seconds = num_bytes * rates.byte
         for when, way in (("forward", "into"), ("backward", "out of")):
-            moved = f"what is kept, copied {way} stacks of all layers"
-            yield OperationBreakdown(when, "kept", moved, 0.0, num_bytes, 0.0, seconds, 1.0, seconds)
+            signature = f"what is kept, copied {way} stacks of all layers"
+            yield OperationBreakdown(when, "kept", signature, 0.0, num_bytes, 0.0, seconds, 1.0, seconds)
 
 
 def _passes(compute: Mapping[str, PassCompute]) -> dict[str, PassCompute]:

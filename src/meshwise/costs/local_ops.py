@@ -115,17 +115,17 @@ def lower_op(
         vector = symbols.sum([(volume(op.counted or op.axes), op.flops_per_element)])
     fusible = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
     weight, grouped = _weight(op, precision)
-    moved = _moved(item, symbols, precision)
+    traffic = _traffic(item, symbols, precision)
     return LoweredOp(
         matmul=matmul,
         tiles=tiles,
         attention=attention,
         kernel=kernel,
         vector=vector,
-        intensity=_intensity(symbols.weights(vector), [term for _, term in moved]),
-        num_bytes=symbols.sum(term for _, term in moved),
-        stored=symbols.sum(term for stored, term in moved if stored),
-        kept=tuple(symbols.sum([term]) for stored, term in moved if not stored),
+        intensity=_intensity(symbols.weights(vector), [term for _, term in traffic]),
+        num_bytes=symbols.sum(term for _, term in traffic),
+        stored=symbols.sum(term for stored, term in traffic if stored),
+        kept=tuple(symbols.sum([term]) for stored, term in traffic if not stored),
         fusible=fusible and not bounded,
         in_passes=fusible and not isinstance(op, Convert),
         narrow=isinstance(op, Einsum) and op.narrow,
@@ -139,9 +139,9 @@ def lower_op(
     )
 
 
-def _intensity(flops: Mapping[Volume, float], moved: Sequence[tuple[Volume, float]]) -> float:
+def _intensity(flops: Mapping[Volume, float], traffic: Sequence[tuple[Volume, float]]) -> float:
     """FLOPs per byte of the same volume at most."""
-    own = {volume: sum(num_bytes for other, num_bytes in moved if other == volume) for volume in flops}
+    own = {volume: sum(num_bytes for other, num_bytes in traffic if other == volume) for volume in flops}
     return max((f / max(own[volume], 1e-30) for volume, f in flops.items()), default=0.0)
 
 
@@ -160,7 +160,7 @@ def _weight(op: Op, precision: Precision) -> tuple[DType | None, bool]:
 _STORED = (Kind.WEIGHT, Kind.KV_CACHE)
 
 
-def _moved(item: LocalOp, symbols: Symbols, precision: Precision) -> list[tuple[bool, tuple[Volume, float]]]:
+def _traffic(item: LocalOp, symbols: Symbols, precision: Precision) -> list[tuple[bool, tuple[Volume, float]]]:
     """HBM bytes: inputs read once, output written once; a lookup touches only the rows it picks.
 
     Returns: of each, whether it is of a weight or a cache, its volume and bytes of an element.

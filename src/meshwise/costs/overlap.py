@@ -220,7 +220,7 @@ def _add_turns(sums: RoleSums, b: BlockTime, found: Sequence[tuple[CollectiveTem
     calibration, weights = rates.calibration, b.compute["weights"]
     turns = [(one, bound) for one, bound in found if summed_alone(one, calibration) or _waited_for(one, calibration)]
     if turns:
-        busy, read = weights.busy, weights.matmul_bytes / rates.chip.hbm_bandwidth
+        busy, read = weights.busy, weights.least_bytes / rates.chip.hbm_bandwidth
         for name, beside in (("in_turn", busy), ("in_turn_hbm", read)):
             sums.resources.add(name, b.count * _least_in_turn(turns, 0.0 if calibration.sums_alone else beside))
 
@@ -387,7 +387,7 @@ def add_compute(sums: RoleSums, compute: Mapping[str, PassCompute], count: Num, 
         sums.passes.add(part, seconds)
         if rates.bounded:
             sums.serial.add(part, count * one.serial_seconds)
-            sums.resources.add("hbm", count * one.matmul_bytes / rates.chip.hbm_bandwidth)
+            sums.resources.add("hbm", count * one.least_bytes / rates.chip.hbm_bandwidth)
             if not is_zero(one.flops):
                 sums.flops.add("flops", count * one.flops)
                 sums.resources.add("compute", count * one.busy)

@@ -11,14 +11,26 @@ from meshwise.costs.arithmetic import Num, maximum, minimum, where
 from meshwise.costs.extents import Extents
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.hardware import Chip
+from meshwise.hardware.kernels import ATTENTION
 
 #: Shares of a TPU's VMEM: arrays that fill less than the first stay there between operations of a compiled training
 #: step, those that fill the second do not, and between them a part does. On v5e and v6e (128 MiB) those of 24 MiB stay,
 #: those of 32 MiB do not.
 _STAYS, _LEAVES = 3 / 16, 1 / 4
 
-#: Positions in a block of our attention on TPUs (`runtime.kernels.tpu`).
-_BLOCKS = (512, 256, 128)
+
+class HeldOnChip(NamedTuple):
+    """What an engine may keep on a chip between operations.
+
+    Args:
+        capacity: bytes of each activation; infinite where nobody publishes what the chip holds.
+    """
+
+    capacity: float
+
+    def hbm_bytes(self, num_bytes: Num) -> Num:
+        """Bytes of an activation, read or written, that go to the memory or come from it."""
+        return maximum(num_bytes - self.capacity, 0.0)
 
 
 class OwnProgram(NamedTuple):
@@ -46,10 +58,10 @@ class OwnProgram(NamedTuple):
         """
         if chip.vendor == "google":
             vmem = chip.onchip_capacity or 0.0
-            return cls(_STAYS * vmem, _LEAVES * vmem, _BLOCKS, copies=False, fuses_loss=True)
+            return cls(_STAYS * vmem, _LEAVES * vmem, ATTENTION[chip.vendor].sizes, copies=False, fuses_loss=True)
         return cls(0.0, 0.0, (), copies=True, fuses_loss=False)
 
-    def moved(self, num_bytes: Num) -> Num:
+    def hbm_bytes(self, num_bytes: Num) -> Num:
         """Bytes of an activation, read or written, that go to the memory or come from it."""
         if not self.leaves:
             return num_bytes

@@ -13,7 +13,7 @@ from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Fused, Op, Program
 from meshwise.costs.arithmetic import Num, is_zero
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute, moved, published_precision
+from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute, copying, published_precision
 from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
@@ -107,7 +107,7 @@ class TrainingProblem(_Problem):
         copied = self.kept_copies(block, prices.extents)
         if is_zero(copied):
             return passes
-        alone = moved(copied, self.compute_rates, bounded=prices.bounded)
+        alone = copying(copied, self.compute_rates, bounded=prices.bounded)
         return passes | {name: passes[name] + alone for name in ("forward", "backward")}
 
     @property
@@ -116,9 +116,9 @@ class TrainingProblem(_Problem):
 
         Those of XLA for NVIDIA's GPUs, where no token may be dropped, and our own for TPUs.
         """
-        vendor, calibration = self.cluster.chip.vendor, self.calibration
-        ragged = vendor == "nvidia" or (vendor == "google" and self.in_step)
-        return calibration.compiled and ragged and not self.job.capacity_factor
+        chip = self.cluster.chip
+        ragged = chip.has_grouped_products and (chip.vendor == "nvidia" or self.in_step)
+        return self.calibration.compiled and ragged and not self.job.capacity_factor
 
     @property
     def made_in_step(self) -> float | None:

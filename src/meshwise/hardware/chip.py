@@ -13,6 +13,7 @@ from typing import Any
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, UnknownNameError
 from meshwise.core.explanation import Answer
+from meshwise.hardware.kernels import GROUPED_PRODUCTS
 from meshwise.hardware.network import Level
 
 # What a matmul unit does with operands that it has no rate for: it widens them. Only conversions that lose nothing.
@@ -119,6 +120,11 @@ class Chip(Answer):
     def hbm_usable(self) -> float:
         """Bytes against which a program's memory is checked: as the device reports them, else the data sheet's."""
         return self.hbm_reported or self.hbm_capacity
+
+    @property
+    def has_grouped_products(self) -> bool:
+        """Whether our own programs multiply rows of experts by the matrices of these alone."""
+        return self.vendor in GROUPED_PRODUCTS
 
     def __repr__(self) -> str:
         return f"<Chip: {self.title}>"

@@ -303,3 +303,16 @@ def chip_of_device(kind: str) -> str | None:
     ('v5e', 'h100-sxm', None)
     """
     return next((chip for pattern, chip in _KINDS if re.fullmatch(pattern, kind, re.IGNORECASE)), None)
+
+
+#: How devices that are not NVIDIA's call themselves.
+_VENDORS = ((r"tpu", "google"), (r"amd|mi3|instinct|radeon", "amd"), (r"cpu", "cpu"))
+
+
+def vendor_of_device(kind: str) -> str:
+    """Find the vendor by what devices call themselves: older GPUs of NVIDIA do not name it.
+
+    >>> vendor_of_device("TPU v5 lite"), vendor_of_device("Tesla V100-SXM2-16GB"), vendor_of_device("cpu")
+    ('google', 'nvidia', 'cpu')
+    """
+    return next((vendor for pattern, vendor in _VENDORS if re.search(pattern, kind, re.IGNORECASE)), "nvidia")

@@ -88,8 +88,8 @@ def _busy_hbm(w: Breakdown, seconds: float) -> Explanation:
     if own and own.leaves:
         stay, leave = map(format_bytes, (own.stays, own.leaves))
         formula += f"; arrays under {stay} stay on the chip, those from {leave} on do not"
-    moved = f"{_rounds(w, 'matmul_bytes', format_bytes)} + {format_bytes(w.optimizer_bytes)}"
-    substitution = f"({moved}) / ({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})"
+    num_bytes = f"{_rounds(w, 'least_bytes', format_bytes)} + {format_bytes(w.optimizer_bytes)}"
+    substitution = f"({num_bytes}) / ({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})"
     return _busy(w, "hbm", formula, substitution, seconds, "hbm_bandwidth")
 
 

@@ -133,7 +133,7 @@ def _block_data(b: BlockBreakdown) -> dict[str, Any]:
     operation = (
         "pass=when name signature flops bytes=num_bytes compute_s=compute memory_s=memory seconds binds tile_waste"
     )
-    totals = ("flops", "matmul_bytes", "seconds")
+    totals = ("flops", "least_bytes", "seconds")
     return {
         **picked(b, "block=name copies num_microbatches"),
         "passes": {name: {key: float(getattr(p, key)) for key in totals} for name, p in b.passes.items()},

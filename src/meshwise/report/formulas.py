@@ -119,7 +119,7 @@ def _run(block: BlockBreakdown, name: str, counted: str) -> str:
     one = block.passes[name]
     plural = "es" if block.num_microbatches > 1 else ""
     runs = f"{number(block.copies)} {block.name} x {block.num_microbatches} microbatch{plural}"
-    work = f"{format_flops(one.flops)}, {format_bytes(one.matmul_bytes)}{counted}"
+    work = f"{format_flops(one.flops)}, {format_bytes(one.least_bytes)}{counted}"
     return f"{runs} x {format_time(one.seconds)} ({work})"
 
 

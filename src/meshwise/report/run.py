@@ -12,6 +12,8 @@ from rich.console import RenderableType
 from meshwise.compiler.expected import slots_over_routed
 from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
+from meshwise.hardware.kernels import GROUPED_PRODUCTS
+from meshwise.hardware.names import vendor_of_device
 from meshwise.report.report import Report
 from meshwise.report.table import or_dash, picked, said, table
 from meshwise.search import Plan
@@ -136,7 +138,7 @@ def _not_compared(result: RunResult) -> Iterator[str]:
     if not result.is_planned_chip:
         chip = result.plan.problem.cluster.chip.name
         yield f"the prediction is for {chip}, but this ran on {result.hardware}: do not compare them"
-    grouped = any(name in result.hardware.lower() for name in ("nvidia", "tpu"))
+    grouped = vendor_of_device(result.hardware) in GROUPED_PRODUCTS
     slots = slots_over_routed(result.plan.problem, result.plan.layout, grouped=grouped)
     if slots > 1:
         yield (

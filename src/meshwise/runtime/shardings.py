@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwise.core.tensors import Op, Tensor
+from meshwise.hardware.kernels import GROUPED_PRODUCTS
+from meshwise.hardware.names import vendor_of_device
 from meshwise.runtime.watched import Watched, linear, mapped
 from meshwise.sharding import Sharding
 from meshwise.sharding.strategy import Strategy, iteration_space
@@ -75,8 +77,7 @@ class Placement:
     @property
     def is_nvidia(self) -> bool:
         """Whether the devices are GPUs of NVIDIA: those of AMD have the same platform."""
-        kind = self.kind.lower()
-        return self.platform in ("gpu", "cuda") and "amd" not in kind and "mi3" not in kind
+        return vendor_of_device(self.kind) == "nvidia"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -127,7 +128,7 @@ class Placement:
     @property
     def has_grouped_products(self) -> bool:
         """Whether the devices have kernels that multiply rows of experts by the matrices of these alone."""
-        return self.is_nvidia or self.platform == "tpu"
+        return vendor_of_device(self.kind) in GROUPED_PRODUCTS
 
     @property
     def in_turn(self) -> bool:

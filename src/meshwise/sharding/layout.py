@@ -205,7 +205,7 @@ class Layout(MeshLayout):
 
         Args:
             dropless: whether no token may be dropped.
-            grouped: whether it runs on chips that have the kernels of ragged products: NVIDIA's GPUs, and TPUs.
+            grouped: whether it runs on chips that have the kernels of ragged products (`Chip.has_grouped_products`).
         """
         if self.expert_dispatch != "auto":
             return self.expert_dispatch

@@ -20,6 +20,7 @@ from meshwise.costs.arithmetic import Num, ceil, is_one, maximum, minimum, where
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.extents import Extents
 from meshwise.costs.overlap import RoleSums, add_collectives, add_compute
+from meshwise.costs.own_program import HeldOnChip
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import (
     StepSizes,
@@ -183,8 +184,8 @@ class _Roles:
         """Add some `passes` of all blocks of a step, and what they send."""
         lowered, rates = self.problem.lowered(step, self.structure), self.problem.compute_rates
         # A chip whose memory nobody publishes may hold any activation: the bound must hold for it, too.
-        onchip, bounded = self.rates.chip.onchip_capacity or math.inf, self.rates.bounded
-        distinct = {e: OperationPrices(lowered.ops.values, e, rates, bounded=bounded, onchip=onchip) for e in extents}
+        held, bounded = HeldOnChip(self.rates.chip.onchip_capacity or math.inf), self.rates.bounded
+        distinct = {e: OperationPrices(lowered.ops.values, e, rates, bounded=bounded, leaves=held) for e in extents}
         most, reading, head = (distinct[e] for e in extents)
         sending = {e: CollectivePrices(self.rates, e, self.places) for e in extents}
         for block in self.problem.blocks(step, self.structure):

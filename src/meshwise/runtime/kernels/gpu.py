@@ -18,16 +18,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as triton_module
 
+from meshwise.hardware.kernels import ATTENTION
 from meshwise.runtime.kernels.counted import counted
 from meshwise.runtime.kernels.masks import Masks, Pairs
 
 _triton: Any = triton_module
 
+_TAKES = ATTENTION["nvidia"]
+
 #: Rows of a block that are tried, the largest first, and the least.
-_SIZES = (128, 64, 32)
+_SIZES = _TAKES.sizes
 
 #: Of queries and keys, multiples of it.
-LEAST = _SIZES[-1]
+LEAST = _TAKES.least
 
 #: Logits that are not seen, and what the largest of some begins with: the difference of the two has no weight.
 _UNSEEN, _LEAST = -1e30, -5e29
@@ -63,12 +66,7 @@ _TILES = {
 
 def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
     """Say why the kernel cannot attend, "" where it can."""
-    queries, keys = pairs.runs(q, k)
-    if queries % LEAST or keys % LEAST:
-        return f"{queries} queries and {keys} keys are not multiples of {LEAST}"
-    if q.shape[3] > 256:
-        return f"heads of {q.shape[3]} do not fit on the chip"
-    return ""
+    return _TAKES.refusal(*pairs.runs(q, k), q.shape[3], chunked=pairs.masks.chunk is not None)
 
 
 def forward(

@@ -19,17 +19,20 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from numpy.typing import NDArray
 
+from meshwise.hardware.kernels import ATTENTION
 from meshwise.runtime.kernels.counted import counted
 from meshwise.runtime.kernels.masks import Masks, Pairs
 
 _kernel: Any = splash
 _MaskInfo: Any = mask_info.MaskInfo
 
-#: Rows of a block, the most that fits on the chip first; the kernel takes none below a tile's 128 lanes.
-_SIZES = (512, 256, 128)
+_TAKES = ATTENTION["google"]
+
+#: Rows of a block, the most that fits on the chip first.
+_SIZES = _TAKES.sizes
 
 #: Of queries and keys, multiples of it.
-LEAST = _SIZES[-1]
+LEAST = _TAKES.least
 
 #: Below it a logarithm is that of no pair: the kernel's stand-in for minus infinity.
 _NOTHING = -1e30
@@ -39,12 +42,7 @@ def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
     """Say why the kernel cannot attend, "" where it can."""
     if not pairs.offsets:
         return "positions are known only as the program runs"
-    if pairs.masks.chunk is not None:
-        return "attention within chunks is not written for TPUs"
-    queries, keys = pairs.runs(q, k)
-    if queries % LEAST or keys % LEAST:
-        return f"{queries} queries and {keys} keys are not multiples of {LEAST}"
-    return ""
+    return _TAKES.refusal(*pairs.runs(q, k), q.shape[3], chunked=pairs.masks.chunk is not None)
 
 
 def forward(
