@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate
+from meshwise.costs.evaluate import evaluate_local, local_prices
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.lower import Lowered, Symbolic
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import tools_for
 from meshwise.hardware import parse_cluster
@@ -44,6 +47,50 @@ def test_a_ring_is_never_slower_than_a_gather_on_one_stage_and_holds_no_more(cas
     )
     assert ring.step.expected <= gather.step.expected * (1 + BITS)
     assert ring.memory["total"] <= gather.memory["total"] * (1 + BITS)
+
+
+def without_context(case):
+    """The same with its context axis as a part of `fsdp`."""
+    layout, sizes, wires = case.layout, case.layout.sizes, dict(case.layout.wires)
+    wires["fsdp"] = tuple(a * b for a, b in zip(wires["context"], wires["fsdp"], strict=True))
+    wires["context"] = (1,) * len(wires["fsdp"])
+    return replace(layout, context=1, fsdp=sizes["fsdp"] * sizes["context"], wires=tuple(wires.items()))
+
+
+@given(case=cases(), fully_sharded=st.booleans())
+def test_without_context_ways_to_attend_cost_the_same_to_the_last_bit(case, fully_sharded):
+    """So that blocks which are known under one of them stand for the other (`Lowered.without_context`)."""
+    layout = replace(without_context(case), fully_sharded=fully_sharded)
+    gather, ring = (
+        evaluate_layout(case.problem, case.fabric, replace(layout, context_method=method))
+        for method in ("gather", "ring")
+    )
+    assert gather.step == ring.step
+    assert gather.memory == ring.memory
+
+
+def test_estimates_take_blocks_that_are_known_under_a_ring():
+    asked = problem()
+    fabric, layout = asked.network, Layout(fsdp=8, remat="attention", micro_batch=2, wires=(("fsdp", (8,)),))
+    alone = estimate_training(replace(asked), fabric, layout)
+    lowered = Lowered(asked.lowered.program, Symbolic(asked.job.formats, asked.job.optimizer_kind))
+    ring = replace(LayoutChoices.of(layout), context_method="ring")
+    lowered.training(ring)
+    assert lowered.without_context(LayoutChoices.of(layout)) == ring
+    assert lowered.without_context(replace(ring, zero=2)) == replace(ring, zero=2)  # not known under any
+    asked.__dict__["lowered"] = lowered
+    assert estimate_training(asked, fabric, layout) == alone
+    assert not lowered.knows(LayoutChoices.of(layout))
+
+
+@given(case=cases(), zero=st.sampled_from((0, 1, 2)), fully_sharded=st.booleans())
+def test_what_is_stored_where_changes_no_work_of_one_device(case, zero, fully_sharded):
+    """To the last bit, so that estimates take it from choices that store plainly where these are known."""
+    layout = replace(case.layout, zero=zero, fully_sharded=fully_sharded)
+    choices, candidates = layout_candidate(case.problem.model, layout)
+    prices = local_prices(case.problem, choices, candidates.local)
+    plain = evaluate_local(case.problem, choices.stored_plainly, prices)
+    assert evaluate_local(case.problem, choices, prices, plain) == evaluate_local(case.problem, choices, prices)
 
 
 #: Meshes of 8 chips with a context axis, and choices that tools tell apart.

@@ -253,6 +253,8 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout, 
             f"layout {layout} uses {layout.num_chips:,} chips, the network has {math.prod(fabric.sizes):,}"
         )
     structure, candidates = _checked_candidate(problem, layout)
+    if layout.context == 1:
+        structure = problem.lowered.without_context(structure)
     costs = evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), local)
     return estimate_of(problem, layout, structure, candidates, costs)
 

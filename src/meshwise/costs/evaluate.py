@@ -115,10 +115,7 @@ def evaluate_passes(
 
 
 def evaluate_local_memory(
-    problem: TrainingProblem,
-    structure: LayoutChoices,
-    prices: OperationPrices,
-    role: str = "",
+    problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices, role: str = ""
 ) -> tuple[LocalMemory, ...]:
     """The memory alone of `evaluate_local`, arguments as there: of all blocks, or of those of one role."""
     extents = held_extents(prices.extents)
@@ -370,7 +367,9 @@ def evaluated(
     c = candidates
     lowered = problem.lowered.training(structure)
     if local is None:
-        local = evaluate_local(problem, structure, local_prices(problem, structure, c.local, bounded=bounded))
+        prices, plain = local_prices(problem, structure, c.local, bounded=bounded), structure.stored_plainly
+        known = evaluate_local(problem, plain, prices) if plain != structure and problem.lowered.knows(plain) else None
+        local = evaluate_local(problem, structure, prices, known)
     extents = whole_extents(problem, structure, c)
     blocks = tuple((b, b.part(structure, c.remat_share), own) for b, own in zip(lowered, local, strict=True))
     times = []

@@ -6,7 +6,7 @@ Not here: what they cost (`evaluate`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.pipeline import Pipeline
@@ -61,6 +61,11 @@ class LayoutChoices:
             exchanges=self.exchanges,
             pieces=self.collective_matmul != "compiler",
         )
+
+    @property
+    def stored_plainly(self) -> LayoutChoices:
+        """What stands for all choices that differ only in what they store where: they compute and keep alike."""
+        return replace(self, zero=0, fully_sharded=True)
 
     @property
     def _experts(self) -> tuple[str, ...]:

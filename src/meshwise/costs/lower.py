@@ -34,6 +34,7 @@ from meshwise.costs.pipeline import Part
 from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, CollectiveTemplate
 from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
 from meshwise.models import Model
+from meshwise.sharding.layout import CONTEXT_METHODS
 from meshwise.sharding.place import is_placed_uniformly, place_block, place_forward
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.remat import remat_policy, saved_activations
@@ -131,6 +132,18 @@ class Lowered:
                     found.append(self._training_block(number, block, replace(own, remat="none"), rest=True))
             self._training[choices] = tuple(found)
         return self._training[choices]
+
+    def knows(self, choices: LayoutChoices) -> bool:
+        """Whether its blocks were asked for before."""
+        return choices in self._training
+
+    def without_context(self, choices: LayoutChoices) -> LayoutChoices:
+        """The same choices for meshes without `context`, whose blocks may be known under another way to attend there.
+
+        All ways cost the same, to the last bit.
+        """
+        ways = (replace(choices, context_method=method) for method in CONTEXT_METHODS)
+        return choices if self.knows(choices) else next(filter(self.knows, ways), choices)
 
     def _training_block(
         self, number: int, block: Block, choices: LayoutChoices, *, rest: bool = False

@@ -125,10 +125,14 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, 
     wires = PlacedWires(whole, factors)
     cuts: Sequence[tuple[float, int]] = batch_cuts(job.sequences, job.batch_slack, replicas)
     micro, number = np.array(cuts or [(job.sequences / replicas, 1)], float).T
+
+    def choices(remat: str) -> LayoutChoices:
+        return problem.lowered.without_context(LayoutChoices(0, True, remat))
+
     found = []
     for remat in REMAT_POLICIES:
         candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
-        costs = evaluate(problem, LayoutChoices(0, True, remat), candidates, wires)
+        costs = evaluate(problem, choices(remat), candidates, wires)
         columns = costs.memory["total"], costs.step.expected, costs.step.resources["compute"], candidates.sequences
         rows = np.broadcast_arrays(np.arange(len(micro)), *columns)
         # Where communication hides everything, policies tie in time: prefer the one that computes least.
@@ -140,7 +144,7 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, 
     leanest = min(found, key=lambda f: f[0])
     *_, i, remat = min((f for f in found if f[0] <= limit), key=lambda f: f[1], default=leanest)
     chosen = Candidates(**sizes, micro_batch=float(micro[i]), num_microbatches=float(number[i]))
-    return evaluate(problem, LayoutChoices(0, True, remat), chosen, wires), float(chosen.sequences)
+    return evaluate(problem, choices(remat), chosen, wires), float(chosen.sequences)
 
 
 def _memory_reason(costs: Costs, memory: float, capacity: float, limit: float) -> str:

@@ -129,7 +129,8 @@ class SearchedNetwork:
     def weights(self) -> tuple[tuple[LayoutChoices, ...], Index]:
         """Choices whose weights differ, and which of them stands for each of the choices."""
         numbers: dict[LayoutChoices, int] = {}
-        number = [numbers.setdefault(weight_choices(c), len(numbers)) for c in self.choices]
+        first = self.variants[0].own.context_method
+        number = [numbers.setdefault(weight_choices(c, first), len(numbers)) for c in self.choices]
         return tuple(numbers), np.array(number)
 
     @cached_property
@@ -246,14 +247,14 @@ class LocalTables:
     def memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         """What blocks hold, with one row for each number of sizes."""
         _forget(self._memory)
-        if (own := _own(choices)) not in self._memory:
+        if (own := choices.stored_plainly) not in self._memory:
             self._memory[own] = RowTable(partial(self._evaluate_memory, own), lambda: len(self._numbers))
         return self._memory[own](numbers)
 
     def head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
         """What the head holds, with one row for each number of sizes; all remat policies share it."""
         _forget(self._heads)
-        own = replace(_own(choices), remat="none", partial_remat=False)
+        own = replace(choices.stored_plainly, remat="none", partial_remat=False)
         if own not in self._heads:
             self._heads[own] = RowTable(partial(self._evaluate_head, own), lambda: len(self._numbers))
         return self._heads[own](numbers)
@@ -301,16 +302,11 @@ class LocalTables:
 
     def evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """What is no table's, yet: blocks with one row for each number of sizes."""
-        own = _own(choices)
+        own = choices.stored_plainly
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
         of_own = self._memory.get(own)
         memories = of_own(numbers) if known is None and of_own is not None and of_own.knows(numbers) else None
         return evaluate_local(self.problem, choices, self._priced(choices, numbers), known, memories)
-
-
-def _own(choices: LayoutChoices) -> LayoutChoices:
-    """What stands for all choices that differ only in what they store where: operations and activations are alike."""
-    return replace(choices, zero=0, fully_sharded=True)
 
 
 def _forget(tables: dict[LayoutChoices, RowTable[T]]) -> None:
