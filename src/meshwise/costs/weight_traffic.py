@@ -18,15 +18,16 @@ from meshwise.costs.evaluate import calibration_of, rates_of
 from meshwise.costs.extents import Extents
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import STATE_CLASSES, state_bytes
+from meshwise.costs.memory_plan import UpdatePlan
 from meshwise.costs.overlap import summed_alone
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import CollectivePrices, Wires
 from meshwise.costs.traffic import CollectiveTemplate, Pass
 from meshwise.sharding.placed import Purpose
 
-#: Seconds of all copies of the blocks of a role, [5, meshes]: beside the forward and the backward pass of one
-#: microbatch; once a step, of reducing gradients and of gathering new weights; and of sums of gradients of one
-#: microbatch that run beside nothing.
+#: Seconds of all copies of the blocks of a role, [6, meshes]: beside the forward and the backward pass of one
+#: microbatch; once a step, of reducing gradients and of gathering new weights; of sums of gradients of one microbatch
+#: that run beside nothing; and of the optimizer's update.
 WeightTraffic = NDArray[np.float64]
 
 
@@ -67,11 +68,22 @@ def evaluate_weight_traffic(
     calibration, meshes = calibration_of(problem, choices), np.size(prices.extents.mesh["data"])
     found: dict[str, WeightTraffic] = {}
     for block in problem.lowered.training(choices):
-        seconds = found.setdefault(block.role, np.zeros((5, meshes)))
+        seconds = found.setdefault(block.role, np.zeros((6, meshes)))
+        seconds[5] += block.placed.block.repeat * _update_seconds(problem, block.update, prices.extents)
         for one in block.collectives:
             if one.when is Pass.STEP or one.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
                 seconds[_row(one, calibration)] += block.placed.block.repeat * prices.priced(one, {})[0].seconds
     return found
+
+
+def _update_seconds(problem: TrainingProblem, update: UpdatePlan, extents: Extents) -> Num:
+    """Expected seconds of the update of one copy of a block on one chip, whatever the largest matrix takes alone."""
+    chip, achieved = problem.cluster.chip, problem.on_slices
+    seconds = extents.weighted(update.traffic) / (chip.hbm_bandwidth * achieved.hbm_efficiency)
+    if update.orthogonal:
+        peak = chip.peak(problem.job.formats.other_compute)
+        seconds = seconds + update.flops(extents) / (peak * achieved.matmul_efficiency)
+    return seconds
 
 
 def _row(one: CollectiveTemplate, calibration: Calibration) -> int:

@@ -222,7 +222,7 @@ class PlacementBounds:
         return evaluate_weight_traffic(problem, choices, prices)
 
     def _seconds(self, s: int, key: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic]) -> Num:
-        """Seconds of a step: its passes with the weight traffic that they expose, and what happens once."""
+        """Seconds of a step: its passes with the weight traffic that they expose, what happens once, and the update."""
         late: dict[str, RoleSums] = {}
         busy: Num = 0.0
         for role, own in sums.items():
@@ -246,7 +246,7 @@ class PlacementBounds:
         return exposed
 
     def _once(self, s: int, pipe: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic]) -> Num:
-        """Exposed seconds of what happens once a step, on the device on which that is least.
+        """Exposed seconds of what happens once a step on the device on which that is least, and the longest update.
 
         Gradients hide behind the last backward pass, new weights behind the next forward pass.
 
@@ -255,6 +255,7 @@ class PlacementBounds:
             sums, traffic: by role, what hides, and what moves.
         """
         least: Num | None = None
+        update: Num = 0.0
         pipeline, _, _, devices = self.bounds.pipeline(s)
         shape = pipeline.at(pipe).shape
         for shares in devices:
@@ -270,5 +271,6 @@ class PlacementBounds:
                 layers = self.bounds.layers * stored["layer"]
                 there = there + self._exposed(moved, cover * free_share(purpose, self.calibration, shape, layers))
             least = there if least is None else minimum(least, there)
+            update = maximum(update, sum(stored[role] * of[5] for role, of in traffic.items()))
         assert least is not None
-        return least
+        return least + update
