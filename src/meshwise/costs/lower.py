@@ -278,9 +278,7 @@ class LoweredTrainingBlock(LoweredBlock):
     @_Part
     def sent(self) -> frozenset[tuple[Split, Purpose]]:
         """Groups of mesh axes, sorted, over which something is sent, and for what."""
-        p = self.placed
-        sent = (item for item in (*p.forward, *p.backward, *p.step) if isinstance(item, Transfer))
-        return frozenset((tuple(sorted(item.collective.mesh_axes)), item.purpose) for item in sent)
+        return frozenset((tuple(sorted(one.key.mesh_axes)), one.purpose) for one in self.collectives)
 
     @_Part
     def memory(self) -> MemoryPlan:

@@ -34,6 +34,9 @@ _FIT, _WAYS = 512, 4
 #: Candidates that are so many after the first go have bounds of placements before their memory is asked for.
 _MANY = 1024
 
+#: Layout choices that are so few are priced without bounds of placements.
+_FEW_WAYS = 2
+
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 64
 
@@ -160,8 +163,11 @@ class NetworkSearch:
         size, ways = min(_GO, most), 1  # of the layout choices, for each takes time of its own
         while most > 0 and len(worthy := np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))):
             # The others wait on: they may be on the front.
-            if ways == 2:  # the cut has fallen: bounds of placements take less time than what they rule out
-                batch = self._bounded_when_placed(batch, worthy[~batch.placed[worthy]])
+            new = worthy[~batch.placed[worthy]]
+            if (
+                math.isfinite(self.state.ranking.cut) and len(np.unique(batch.choices[new])) > _FEW_WAYS
+            ):  # bounds take less time than what they rule out
+                batch = self._bounded_when_placed(batch, new)
                 worthy = np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))
             chosen = worthy[: _go_of(size, len(worthy))]
             chosen = chosen[of_first(batch.choices[chosen], ways)]
@@ -215,12 +221,29 @@ class NetworkSearch:
             batch, size = self.pricing.taken(every.take(slice(begin, begin + number))), _GO
             begin, number = begin + number, _GROWTH * number
             while len(batch := batch.where(np.isinf(self.cuts(self._key(batch))))):  # of kinds that may fill it
-                go = self._leaders(batch) if size == _GO else slice(size)  # others of their kinds wait for a cut
-                self._price(chosen := batch.take(go))
-                self.looked_at = np.concatenate([self.looked_at, self.pricing.numbers(chosen)])
+                # Others of the leaders' kinds wait for a cut.
+                go = self._leaders(batch) if size == _GO else np.arange(min(size, len(batch)))
+                batch = self._look_at(batch, go)
+                if size == _GO and (lacking := len(go) - len(self.waiting)) > 0:
+                    batch = self._look_at(batch, self._leaders_that_fit(batch, lacking))
                 self.expand_waiting(_GO)
-                batch, size = batch.take(np.delete(np.arange(len(batch)), go)), _GROWTH * size
+                size = _GROWTH * size
         self._tell()
+
+    def _look_at(self, batch: CandidateBatch, go: Index) -> CandidateBatch:
+        """Let some of a batch wait, as far as they fit, and come no more; the others."""
+        self._price(chosen := batch.take(go))
+        self.looked_at = np.concatenate([self.looked_at, self.pricing.numbers(chosen)])
+        return batch.take(np.delete(np.arange(len(batch)), go))
+
+    def _leaders_that_fit(self, batch: CandidateBatch, most: int) -> Index:
+        """Of a batch the first that fits of each of the first kinds of which none waits."""
+        waits = np.unique(self.kind_of[self._key(self.waiting)])
+        rest = np.flatnonzero(~np.isin(self.kind_of[self._key(batch)], waits))
+        fits = self.pricing.numbers(self.fitting(batch.take(rest))[0])
+        rest = rest[np.isin(self.pricing.numbers(batch.take(rest)), fits)]
+        first = np.unique(self.kind_of[self._key(batch.take(rest))], return_index=True)[1]
+        return rest[np.sort(first)[:most]]
 
     def _possible(self, groups: Groups) -> CandidateBatch:
         """Candidates of groups that may fit, with their bounds; without those that the first look has priced."""
