@@ -237,6 +237,7 @@ class OperationPrices:
         self.bounded = bounded
         self.leaves = leaves
         self.own = leaves if isinstance(leaves, OwnProgram) else None
+        self._some_stay = leaves is not None and leaves.some_stay
         self._known: dict[int, OpCompute] = {}
         self._passes: dict[tuple[int, ...], PassCompute] = {}
 
@@ -278,7 +279,7 @@ class OperationPrices:
                 flops = one.flops if flops is _NONE else flops + one.flops
                 busy = one.busy if busy is _NONE else busy + one.busy
             if self.own is not None or not op.fusible:
-                num_bytes = one.num_bytes if self.leaves is None else self._least_bytes(op)
+                num_bytes = self._least_bytes(op) if self._some_stay else one.num_bytes
                 least = num_bytes if least is _NONE else least + num_bytes
             serial = one.serial_seconds if serial is _NONE else serial + one.serial_seconds
         return PassCompute(flops, busy, least, seconds, serial, attention)

@@ -28,6 +28,11 @@ class HeldOnChip(NamedTuple):
 
     capacity: float
 
+    @property
+    def some_stay(self) -> bool:
+        """Whether any activation may stay on the chip."""
+        return self.capacity > 0
+
     def hbm_bytes(self, num_bytes: Num) -> Num:
         """Bytes of an activation, read or written, that go to the memory or come from it."""
         return maximum(num_bytes - self.capacity, 0.0)
@@ -61,9 +66,14 @@ class OwnProgram(NamedTuple):
             return cls(_STAYS * vmem, _LEAVES * vmem, ATTENTION[chip.vendor].sizes, copies=False, fuses_loss=True)
         return cls(0.0, 0.0, (), copies=True, fuses_loss=False)
 
+    @property
+    def some_stay(self) -> bool:
+        """Whether any activation may stay on the chip."""
+        return self.leaves > 0
+
     def hbm_bytes(self, num_bytes: Num) -> Num:
         """Bytes of an activation, read or written, that go to the memory or come from it."""
-        if not self.leaves:
+        if not self.some_stay:
             return num_bytes
         return num_bytes * minimum(maximum((num_bytes - self.stays) / (self.leaves - self.stays), 0.0), 1.0)
 
