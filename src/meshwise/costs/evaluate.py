@@ -94,13 +94,13 @@ def evaluate_local(
         memories: from `evaluate_local_memory`, where they are known.
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
-    if known is None:
-        each = zip(blocks, evaluate_passes(problem, structure, prices), strict=True)
-        passes = [problem.with_copies(b, own, prices) for b, own in each]
-    else:
-        passes = [dict(b.passes) for b in known]
     if memories is None:
         memories = evaluate_local_memory(problem, structure, prices) if known is None else [b.memory for b in known]
+    if known is None:
+        each = zip(blocks, evaluate_passes(problem, structure, prices), memories, strict=True)
+        passes = [problem.with_copies(b, own, prices, memory.kept) for b, own, memory in each]
+    else:
+        passes = [dict(b.passes) for b in known]
     return tuple(
         LocalBlock(own, {one.cost: one.bytes(extents) for one in b.collectives if one.local}, memory)
         for own, b, memory in zip(passes, blocks, memories, strict=True)

@@ -55,7 +55,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
     structure, candidate = layout_candidate(problem.model, layout)
     planned = problem.lowered.training(structure)
     local = local_extents(problem, structure, candidate.local)
-    rates = problem.compute_rates
+    held, rates = held_extents(local), problem.compute_rates
     whole = whole_extents(problem, structure, candidate)
     used = frozenset(layout.used_axes)
     return Breakdown(
@@ -70,7 +70,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
                 _passes(runs.time.compute),
                 (
                     *_operations(p, local, rates, used, whole=repeats_whole(problem, structure)),
-                    *_copies(float(problem.kept_copies(p, local)), rates),
+                    *_copies(float(problem.kept_copies(p, held.weighted(p.memory.kept))), rates),
                 ),
             )
             for p, runs in zip(planned, ledger.blocks, strict=True)

@@ -14,7 +14,6 @@ from meshwise.core.tensors import Attention, Fused, Op, Program
 from meshwise.costs.arithmetic import Num, is_zero
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute, copying, published_precision
-from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.lower import Lowered, LoweredServingBlock, LoweredTrainingBlock, lowered_serving, lowered_training
@@ -95,16 +94,18 @@ class TrainingProblem(_Problem):
         """
         return replace(choices, zero=2) if self.own_program and choices.zero == 1 else choices
 
-    def kept_copies(self, block: LoweredTrainingBlock, extents: Extents) -> Num:
-        """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out."""
-        own = self.xla_leaves
-        return 2 * extents.weighted(block.memory.kept) if own and own.copies and block.role == "layer" else 0.0
+    def kept_copies(self, block: LoweredTrainingBlock, kept: Num) -> Num:
+        """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out.
+
+        Of rows of experts that is all that there is room for.
+        """
+        return 2 * kept if self.xla_leaves and self.xla_leaves.copies and block.role == "layer" else 0.0
 
     def with_copies(
-        self, block: LoweredTrainingBlock, passes: dict[str, PassCompute], prices: OperationPrices
+        self, block: LoweredTrainingBlock, passes: dict[str, PassCompute], prices: OperationPrices, kept: Num
     ) -> dict[str, PassCompute]:
         """Passes of a block with those copies, which bounds for all remat policies leave out."""
-        copied = self.kept_copies(block, prices.extents)
+        copied = self.kept_copies(block, kept)
         if is_zero(copied):
             return passes
         alone = copying(copied, self.compute_rates, bounded=prices.bounded)
