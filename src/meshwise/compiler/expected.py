@@ -16,7 +16,7 @@ from meshwise.core.tensors import Attention
 from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.ends import own_positions
 from meshwise.costs.estimate import evaluate_layout, layout_candidate
-from meshwise.costs.explain import work_out
+from meshwise.costs.explain import KEPT, work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import Holding
 from meshwise.costs.problem import TrainingProblem
@@ -274,9 +274,14 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
 
 
 def _moved(workings: Breakdown) -> dict[str, float]:
-    """Bytes between HBM and compute, by block."""
-    found = {b.name: sum(o.num_bytes for o in b.operations) * b.copies * b.num_microbatches for b in workings.blocks}
-    return {**found, "": workings.optimizer_bytes}
+    """Bytes between HBM and compute, by block; of our own programs those that XLA leaves, copies between layers."""
+    own = workings.problem.xla_leaves is not None
+    found = {b.name: 0.0 for b in workings.blocks} | {"": workings.optimizer_bytes}
+    for b in workings.blocks:
+        for o in b.operations:
+            num_bytes = o.least_bytes if own else o.num_bytes
+            found["" if o.name == KEPT else b.name] += num_bytes * b.copies * b.num_microbatches
+    return found
 
 
 def _collectives(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshwise.compiler.expected import Operation, home_of
 from meshwise.compiler.floor import Floor, Part
-from meshwise.costs.explain import collectives_of, work_out
+from meshwise.costs.explain import KEPT, collectives_of, work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.sharding.layout import Layout
@@ -121,17 +121,23 @@ def compare_times(
 
 
 def _planned(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Mapping[Operation, float]:
-    """Least seconds of each operation, at data-sheet rates."""
-    chip = problem.cluster.chip
-    peak = chip.peak(problem.job.formats.other_compute)
+    """Least seconds of each operation, as the plan's lower bound counts them.
+
+    What layers keep is copied between them, in a loop that belongs to no block.
+    """
+    bandwidth = problem.cluster.chip.hbm_bandwidth
     found: dict[Operation, float] = defaultdict(float)
     workings = work_out(problem, fabric, layout)
     for block in workings.blocks:
         names = {o.name for o in block.operations if o.when == "forward"}
+        sums: dict[tuple[Operation, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for o in block.operations:
-            runs = block.copies * block.num_microbatches
-            found[block.name, home_of(o.name, names)] += runs * max(o.flops / peak, o.num_bytes / chip.hbm_bandwidth)
-    found["", ""] = workings.optimizer_bytes / chip.hbm_bandwidth
+            key = ("", "") if o.name == KEPT else (block.name, home_of(o.name, names))
+            busy, num_bytes = sums[key, o.when]
+            sums[key, o.when] = busy + o.busy, num_bytes + o.least_bytes
+        for (key, _), (busy, num_bytes) in sums.items():
+            found[key] += block.copies * block.num_microbatches * max(busy, num_bytes / bandwidth)
+    found["", ""] += workings.optimizer_bytes / bandwidth
     return found
 
 

@@ -33,6 +33,8 @@ class OperationBreakdown:
         compute, memory: seconds that each of them takes.
         seconds: of the operation: the longer of the two, and what the calibration has it wait for besides.
         tile_waste: FLOPs with tiles padded, over real ones; 1 for operations that use no matrix unit.
+        busy: seconds of its FLOPs at the data-sheet rate, as the lower bound counts them; least_bytes: HBM traffic,
+            likewise. Those of a pass add up to its own (`PassCompute`).
     """
 
     when: str
@@ -44,6 +46,8 @@ class OperationBreakdown:
     memory: float
     tile_waste: float
     seconds: float
+    busy: float
+    least_bytes: float
 
     @property
     def binds(self) -> str:

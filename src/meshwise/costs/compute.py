@@ -263,8 +263,22 @@ class OperationPrices:
 
     def products_alone(self, numbers: tuple[int, ...]) -> PassCompute:
         """The same of a pass whose products read as they compute: bounds count the bytes of nothing else."""
-        products = (op for op in map(self.ops.__getitem__, numbers) if not op.fusible)
-        return replace(self.pass_compute(numbers), least_bytes=sum(map(self._least_bytes, products)))
+        return replace(self.pass_compute(numbers), least_bytes=sum(self.least_bytes(n, alone=True) for n in numbers))
+
+    def least_bytes(self, number: int, *, alone: bool = False) -> Num:
+        """HBM traffic of an operation that bounds count: weights, caches, and of activations what leaves the chip.
+
+        Of operations between products only our own programs' count, and none where products stand `alone`.
+        """
+        op = self.ops[number]
+        if op.fusible and (alone or self.own is None):
+            return _NONE
+        if self.leaves is None or not self._some_stay:
+            return self.op(number).num_bytes
+        least: Num = self.extents.weighted(op.stored)
+        for activation in op.kept:
+            least = least + self.leaves.hbm_bytes(self.extents.weighted(activation))
+        return least
 
     def _sum(self, numbers: Iterable[int]) -> PassCompute:
         flops = busy = least = seconds = serial = attention = _NONE
@@ -279,26 +293,10 @@ class OperationPrices:
                 flops = one.flops if flops is _NONE else flops + one.flops
                 busy = one.busy if busy is _NONE else busy + one.busy
             if self.own is not None or not op.fusible:
-                num_bytes = self._least_bytes(op) if self._some_stay else one.num_bytes
+                num_bytes = self.least_bytes(number) if self._some_stay else one.num_bytes
                 least = num_bytes if least is _NONE else least + num_bytes
             serial = one.serial_seconds if serial is _NONE else serial + one.serial_seconds
         return PassCompute(flops, busy, least, seconds, serial, attention)
-
-    def _least_bytes(self, op: LoweredOp) -> Num:
-        """HBM traffic of weights and caches, and of activations what leaves the chip."""
-        assert self.leaves is not None
-        least: Num = self.extents.weighted(op.stored)
-        for activation in op.kept:
-            least = least + self.leaves.hbm_bytes(self.extents.weighted(activation))
-        return least
-
-
-def copying(num_bytes: Num, rates: ComputeRates, *, bounded: bool) -> PassCompute:
-    """A pass that reads and writes so many bytes, and does nothing else."""
-    seconds = num_bytes * rates.byte
-    if not bounded:
-        return PassCompute(seconds=seconds)
-    return PassCompute(least_bytes=num_bytes, seconds=seconds, serial_seconds=seconds)
 
 
 def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded: bool = True) -> OpCompute:

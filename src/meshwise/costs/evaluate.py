@@ -193,7 +193,7 @@ def _passes(
             serial_seconds=maximum(forward.serial_seconds, needed.serial_seconds),
             attention_seconds=forward.attention_seconds,
         )
-    if prices.own and prices.own.fuses_loss and b.role == "head":
+    if prices.own and prices.own.makes_as_read(b.role, "backward"):
         passes["backward"] = prices.products_alone(b.passes["backward"])
     return passes
 

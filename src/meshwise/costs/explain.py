@@ -23,9 +23,14 @@ from meshwise.costs.breakdown import (
     notation,
 )
 from meshwise.costs.collectives import schedules, wire_time
-from meshwise.costs.compute import ComputeRates, PassCompute, op_compute
+from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
-from meshwise.costs.evaluate import held_extents, local_extents, repeats_whole, whole_extents
+from meshwise.costs.evaluate import (
+    held_extents,
+    local_prices,
+    repeats_whole,
+    whole_extents,
+)
 from meshwise.costs.extents import NEVER_PADDED, Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import LoweredTrainingBlock
@@ -38,6 +43,9 @@ from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
+
+#: Name of the copies of what layers keep into stacks of all layers, and out of them.
+KEPT = "kept"
 
 
 def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakdown:
@@ -54,8 +62,9 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
     assert ledger.times is not None
     structure, candidate = layout_candidate(problem.model, layout)
     planned = problem.lowered.training(structure)
-    local = local_extents(problem, structure, candidate.local)
-    held, rates = held_extents(local), problem.compute_rates
+    prices = local_prices(problem, structure, candidate.local)
+    local, rates = prices.extents, prices.rates
+    held = held_extents(local)
     whole = whole_extents(problem, structure, candidate)
     used = frozenset(layout.used_axes)
     return Breakdown(
@@ -69,7 +78,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
                 _waited_for(runs.time.block, ledger),
                 _passes(runs.time.compute),
                 (
-                    *_operations(p, local, rates, used, whole=repeats_whole(problem, structure)),
+                    *_operations(p, prices, used, whole=repeats_whole(problem, structure)),
                     *_copies(float(problem.kept_copies(p, held.weighted(p.memory.kept))), rates),
                 ),
             )
@@ -102,15 +111,16 @@ def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> 
 
 
 def _operations(
-    planned: LoweredTrainingBlock, extents: Extents, rates: ComputeRates, used: frozenset[str], *, whole: bool
+    planned: LoweredTrainingBlock, prices: OperationPrices, used: frozenset[str], *, whole: bool
 ) -> Iterator[OperationBreakdown]:
     """List the operations of a block; `whole` where a layer that is recomputed is repeated to its end."""
+    extents, rates = prices.extents, prices.rates
     for when, needed in planned.items.items():
         repeated = whole and when == "recompute" and bool(needed)
         done = "forward" if repeated else when
+        alone = prices.own is not None and prices.own.makes_as_read(planned.role, when)
         for item, number in zip(planned.items[done], planned.passes[done], strict=True):
-            op = planned.of.ops.values[number]
-            one = op_compute(op, extents, rates)
+            op, one = planned.of.ops.values[number], prices.op(number)
             counts = not repeated or item.op.name in planned.placed.recomputed  # bounds count what is needed
             real = one.flops * (rates.matmul if op.narrow else rates.other_matmul)
             if op.tiles is not None:
@@ -125,6 +135,8 @@ def _operations(
                 memory=float(one.memory),
                 tile_waste=float(one.compute / real) if op.matmul is not None else 1.0,
                 seconds=float(one.seconds),
+                busy=float(one.busy) if counts else 0.0,
+                least_bytes=float(prices.least_bytes(number, alone=alone)) if counts else 0.0,
             )
 
 
@@ -134,7 +146,9 @@ def _copies(num_bytes: float, rates: ComputeRates) -> Iterator[OperationBreakdow
         seconds = num_bytes * rates.byte
         for when, way in (("forward", "into"), ("backward", "out of")):
             signature = f"what is kept, copied {way} stacks of all layers"
-            yield OperationBreakdown(when, "kept", signature, 0.0, num_bytes, 0.0, seconds, 1.0, seconds)
+            yield OperationBreakdown(
+                when, KEPT, signature, 0.0, num_bytes, 0.0, seconds, 1.0, seconds, busy=0.0, least_bytes=num_bytes
+            )
 
 
 def _passes(compute: Mapping[str, PassCompute]) -> dict[str, PassCompute]:

@@ -71,6 +71,10 @@ class OwnProgram(NamedTuple):
         """Whether any activation may stay on the chip."""
         return self.leaves > 0
 
+    def makes_as_read(self, role: str, when: str) -> bool:
+        """Whether products of a pass of a block make what they read."""
+        return self.fuses_loss and (role, when) == ("head", "backward")
+
     def hbm_bytes(self, num_bytes: Num) -> Num:
         """Bytes of an activation, read or written, that go to the memory or come from it."""
         if not self.some_stay:

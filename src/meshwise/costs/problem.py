@@ -13,7 +13,7 @@ from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Fused, Op, Program
 from meshwise.costs.arithmetic import Num, is_zero
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute, copying, published_precision
+from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute, published_precision
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.lower import Lowered, LoweredServingBlock, LoweredTrainingBlock, lowered_serving, lowered_training
@@ -108,7 +108,10 @@ class TrainingProblem(_Problem):
         copied = self.kept_copies(block, kept)
         if is_zero(copied):
             return passes
-        alone = copying(copied, self.compute_rates, bounded=prices.bounded)
+        seconds = copied * self.compute_rates.byte
+        alone = PassCompute(seconds=seconds)
+        if prices.bounded:
+            alone = PassCompute(least_bytes=copied, seconds=seconds, serial_seconds=seconds)
         return passes | {name: passes[name] + alone for name in ("forward", "backward")}
 
     @property
