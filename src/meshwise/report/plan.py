@@ -25,6 +25,7 @@ from meshwise.costs.hidden import named_overlap
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import runs_in
 from meshwise.jobs import trainable_parameters
+from meshwise.report.attention import dealt_out, plan_notes
 from meshwise.report.breakdown import plan_data
 from meshwise.report.chart import Bars, Beside, bars_svg
 from meshwise.report.collective import wire_words
@@ -166,8 +167,6 @@ def estimate_report(
     )
 
 
-_DEALT_OUT = "causal attention is dealt out evenly over the context shards, early and late positions to each (zig-zag)"
-
 _NOT_MODELLED = (
     "input pipeline, checkpoints, failures and restarts, stragglers, other users of the network",
     "sends between stages that wait for other traffic on their links",
@@ -180,7 +179,7 @@ def _subject_of(plan: Plan, inputs: Mapping[str, Any]) -> tuple[RenderableType, 
 
     Where a tool was asked for, also what it hides.
     """
-    notes = plan.problem.model.notes
+    notes = plan_notes(plan.problem, plan.layout)
     more = f" (and {counted(len(notes) - 1, 'note')} more: --details)" if len(notes) > 1 else ""
     takers = f"runs in {', '.join(runs_in(plan)) or 'no tool yet'}"
     asked = set(inputs.get("tool") or ()) - {"none"}
@@ -285,9 +284,9 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
         named_overlap(problem.on_slices, plan.layout),
         f"MFU counts {_COUNTED[job.tuning.full]}, causal attention as computed, no recomputation",
-        _DEALT_OUT if plan.layout.context > 1 else None,
+        dealt_out(plan.layout),
         *length_words(problem.model, job.seq_len),
-        *problem.model.notes,
+        *plan_notes(problem, plan.layout),
         *(padding_words(p) for p in paddings(problem, plan.layout)),
         stage_words(problem.model.num_layers, plan.layout.stage),
         _price(plan) if plan.training is not None else None,
