@@ -16,12 +16,13 @@ import numpy as np
 
 from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.units import format_bytes, format_percent, format_time
-from meshwise.costs.evaluate import Costs, evaluate
+from meshwise.costs.evaluate import Costs, evaluate, evaluate_local, local_prices
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload
+from meshwise.costs.overlap import COMPUTE_TERMS
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
 from meshwise.search.candidates import batch_cuts
@@ -130,10 +131,13 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, 
         return problem.lowered.without_context(LayoutChoices(0, True, remat))
 
     found = []
+    candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
+    prices = local_prices(problem, choices("none"), candidates.local, bounded=False)  # that policies share
     for remat in REMAT_POLICIES:
-        candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
-        costs = evaluate(problem, choices(remat), candidates, wires)
-        columns = costs.memory["total"], costs.step.expected, costs.step.resources["compute"], candidates.sequences
+        local = evaluate_local(problem, choices(remat), prices)
+        costs = evaluate(problem, choices(remat), candidates, wires, local, bounded=False)
+        computing = sum(costs.step.terms[name] for name in COMPUTE_TERMS)
+        columns = costs.memory["total"], costs.step.expected, computing, candidates.sequences
         rows = np.broadcast_arrays(np.arange(len(micro)), *columns)
         # Where communication hides everything, policies tie in time: prefer the one that computes least.
         found += [
