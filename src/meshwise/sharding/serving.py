@@ -22,6 +22,9 @@ from meshwise.sharding.strategy import STORAGE_AXES, TENSOR_AXES, Rule, Strategy
 #: Mesh axes of one engine, innermost first.
 SERVING_AXES = ("tensor", "cache", "width", "context", "expert", "fsdp", "stage")
 
+#: Those that split the weights of a layer, but experts.
+WEIGHT_AXES = ("tensor", "cache", "width", "fsdp")
+
 #: What `cache` and `width` split of a cache: its heads (copies, where there are too few), sequences, or positions.
 CACHE_SPLITS = ("heads", "batch", "sequence")
 
@@ -234,7 +237,7 @@ class ServingLayout(MeshLayout):
     @property
     def weight_ways(self) -> int:
         """Into how many parts the weights of a layer (but experts) are stored."""
-        return self.tensor * self.cache * self.width * self.fsdp
+        return math.prod(getattr(self, axis) for axis in WEIGHT_AXES)
 
     @property
     def structure(self) -> ServingLayoutChoices:

@@ -35,6 +35,7 @@ def test_an_answer_is_the_same_when_all_pairs_are_held(monkeypatch, asked, model
     def answer(held, together):
         with monkeypatch.context() as patch:
             patch.setattr(kept, "_WAITING", held)
+            patch.setattr(kept, "_FEW", held)
             patch.setattr(pairs, "_TOGETHER", together)
             found = plan_serving(given, constraints=constraints, top=top)
         return dataclasses.replace(found, search=dataclasses.replace(found.search, cpu_s=0.0))

@@ -17,6 +17,7 @@ from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
 from meshwise.search.serving.space import candidates
 from meshwise.search.serving.tables import make_table
+from meshwise.sharding.serving import ServingLayout
 
 BATCHES = (1, 6, 128)
 #: Tokens that a sequence computes, and that it attends to.
@@ -93,6 +94,20 @@ def test_of_each_place_left_out_another_of_its_mesh_is_as_fast_in_everything(mod
                 setup = ServingSetup("aggregated", placed, apart, 128, batch)
                 own += [costs.interval, cache_transfer_seconds(given, fabric, setup)]
             assert any((numbers <= np.array(own) * (1 + 1e-12)).all() for numbers in left[layout, batch])
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_layouts_that_nobody_checked_are_right_and_described_as_they_are(step):
+    given = problem("mixtral-8x7b", "h100:16")
+    for group in candidates(given, given.network, step, (1, 6, 16)):
+        assert group.layouts == tuple(ServingLayout.from_json(layout.to_json()) for layout in group.layouts)
+        assert {layout.structure for layout in group.layouts} == {group.structure}
+        stored = tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x in group.layouts)
+        assert group.stored == stored
+        assert group.chips.tolist() == [layout.engine_chips for layout in group.layouts]
+        for i, mesh in enumerate(group.places):
+            sizes = group.extents[..., i].prod(axis=1, dtype=int).tolist()
+            assert sizes == list(group.layouts[mesh].sizes.values())
 
 
 def test_a_table_priced_in_blocks_is_that_of_all_at_once(monkeypatch):

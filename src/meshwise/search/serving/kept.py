@@ -20,6 +20,9 @@ from meshwise.search.serving.tables import Tables
 #: Pairs that are held until those that are not needed are left out.
 _WAITING = 1 << 18
 
+#: Of the best pairs so many are asked first for the best kinds.
+_FEW = 4096
+
 #: One of so many plans is asked first which others it beats.
 _SAMPLED = 256
 
@@ -53,7 +56,8 @@ class Kept:
 
     def add(self, pairs: Pairs) -> None:
         """Take those of some more that fit in memory."""
-        self._new.append(fitting := pairs.take(np.flatnonzero(pairs.memory <= self.tables.usable)))
+        fits = pairs.memory <= self.tables.usable
+        self._new.append(fitting := pairs if fits.all() else pairs.take(np.flatnonzero(fits)))
         self._waiting += len(fitting)
         if self._waiting >= _WAITING:
             self._old, self._new, self._waiting = [*self._old, self._needed(self._new)], [], 0
@@ -83,12 +87,21 @@ class Kept:
         kept, found = asked.keeping(pairs), [np.zeros(0, int)]
         for i, some in enumerate((kept, kept & one_layout(self.tables, pairs)) if asked.chunks else (kept,)):
             rows = np.flatnonzero(some & as_good(asked, first, self._last[i]))
-            order = rows[np.argsort(first[rows], kind="stable")]
-            begins = np.sort(np.unique(kinds_of(self.tables, pairs.take(order)), return_index=True)[1])
-            if len(begins) >= self.top:
-                self._last[i] = min(self._last[i], float(first[order[begins[self.top - 1]]]))
+            self._last[i] = min(self._last[i], self._last_of_best(pairs, first, rows))
             found.append(rows[as_good(asked, first[rows], self._last[i])])
         return np.concatenate(found)
+
+    def _last_of_best(self, pairs: Pairs, first: Array, rows: Index) -> float:
+        """The first score of the last of the best kinds among some rows; infinite where there are fewer kinds."""
+        some, number = rows[:0], _FEW
+        while len(some) < len(rows):
+            some = rows if number >= len(rows) else rows[np.argpartition(first[rows], number)[:number]]
+            order = some[np.argsort(first[some], kind="stable")]
+            begins = np.sort(np.unique(kinds_of(self.tables, pairs, order), return_index=True)[1])
+            if len(begins) >= self.top:
+                return float(first[order[begins[self.top - 1]]])
+            number *= 16
+        return math.inf
 
     def _compared(self, pairs: Pairs) -> Iterator[Index]:
         """The best of each kind in what is asked for: of those that keep the targets, and in each target of all."""
@@ -108,10 +121,11 @@ def _number(parts: Sequence[Pairs]) -> int:
     return sum(map(len, parts))
 
 
-def kinds_of(tables: Tables, pairs: Pairs) -> Index:
-    """One number for each pair of layouts and mode, wherever they lie."""
-    into, out = tables.prefill.kind[pairs.prefill].astype(int), tables.decode.kind[pairs.decode].astype(int)
-    return np.asarray(2 * (into * len(tables.decode.layouts) + out) + pairs.apart)
+def kinds_of(tables: Tables, pairs: Pairs, rows: Index | slice = slice(None)) -> Index:
+    """One number for each pair of layouts and mode, wherever they lie: of some rows."""
+    into = tables.prefill.kind[pairs.prefill[rows]].astype(int)
+    out = tables.decode.kind[pairs.decode[rows]].astype(int)
+    return np.asarray(2 * (into * len(tables.decode.layouts) + out) + pairs.apart[rows])
 
 
 def one_layout(tables: Tables, pairs: Pairs) -> Mask:

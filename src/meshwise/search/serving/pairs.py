@@ -64,6 +64,9 @@ _TOGETHER = 1 << 17
 #: Of so few rows each is compared with each.
 _FEW = 256
 
+#: Of so many rows in order, which come before which.
+_EARLIER = np.triu(np.ones((_FEW, _FEW), bool), 1)
+
 #: Combinations of values of all columns but two that are each gone through.
 _COMBINATIONS = 256
 
@@ -76,8 +79,9 @@ def undominated(*columns: Array) -> Index:
     left = np.lexsort(columns[::-1])
     others = np.stack(columns[1:])[:, left]  # in the first column rows ascend
     if len(left) <= _FEW:
-        beats = np.logical_and.reduce([column[:, None] <= column for column in others])
-        return np.asarray(left[~np.triu(beats, 1).any(axis=0)])  # what beats one that beats a third beats this, too
+        earlier = _EARLIER[: len(left), : len(left)]
+        beats = np.logical_and.reduce([earlier, *(column[:, None] <= column for column in others)])
+        return np.asarray(left[~beats.any(axis=0)])  # what beats one that beats a third beats this, too
     steps = [distinct([column]) for column in others[1:]]
     if math.prod(len(first) for first, _ in steps) <= _COMBINATIONS:
         return np.asarray(left[_undercut(others[0], [index for _, index in steps])])
@@ -161,12 +165,17 @@ def _lean(decode: Table, out: Index) -> Index:
         batch, stored = decode.batch[order], decode.stored[order]
         first = np.r_[True, (batch[1:] != batch[:-1]) | (stored[1:] != stored[:-1])]
         fastest = order[np.flatnonzero(first)[np.cumsum(first) - 1]]
-        beaten = np.logical_and.reduce([column[order] >= column[fastest] for column in columns])
-        kind, faster = decode.kind[order], decode.kind[fastest]
+        beaten = np.flatnonzero(~first)
+        for column in columns:
+            beaten = beaten[column[order[beaten]] >= column[fastest[beaten]]]
+        kind, faster = decode.kind[order[beaten]], decode.kind[fastest[beaten]]
         for own in decode.prompts[1]:
-            beaten &= own[kind] >= own[faster]
+            more = own[kind] >= own[faster]
+            beaten, kind, faster = beaten[more], kind[more], faster[more]
         kept.append(order[first])
-        order = order[~beaten & ~first]
+        left = ~first
+        left[beaten] = False
+        order = order[left]
     return np.concatenate([*kept, order])
 
 

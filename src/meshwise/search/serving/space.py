@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from meshwise.models import Model
 from meshwise.models.spec import SelfAttention
 from meshwise.search.candidates import Array, Index
 from meshwise.search.network import Recent
-from meshwise.sharding.serving import SERVING_AXES, ServingLayout, ServingLayoutChoices
+from meshwise.sharding.serving import SERVING_AXES, WEIGHT_AXES, ServingLayout, ServingLayoutChoices
 
 Integers: TypeAlias = NDArray[np.integer[Any]]
 
@@ -229,7 +229,7 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
     forbid: tuple[str, ...],
     tick: Callable[[], None],
 ) -> tuple[Candidates, ...]:
-    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, Integers]]] = {}
+    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, _Laid]]] = {}
     laid: dict[tuple[int, ...], Integers] = {}
     structures: dict[tuple[object, ...], ServingLayoutChoices] = {}
     for chips in sizes:
@@ -237,17 +237,17 @@ def _candidates(  # noqa: PLR0917 -- as `candidates`
             tick()
             if any(mesh.get(axis, 1) > 1 for axis in forbid):
                 continue
-            extents = _extents(mesh, fabric, laid)
-            if not len(extents):
+            ways = _laid(mesh, fabric, laid)
+            if not len(ways.extents):
                 continue
             for choice in _choices(mesh, step, limits):
-                layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
                 # What a choice means depends on the axes that are used, not on their sizes.
-                key = (*(size > 1 for size in mesh.values()), *choice.values())
+                key = (*ways.axes, *choice.values())
+                layout = ServingLayout.unchecked(**mesh, **choice)
                 if key not in structures:
                     structures[key] = layout.structure
-                found.setdefault(structures[key], []).append((layout, extents))
-    return tuple(_arrays(structure, meshes) for structure, meshes in found.items())
+                found.setdefault(structures[key], []).append((layout, ways))
+    return tuple(_arrays(structure, meshes, len(fabric.dimensions)) for structure, meshes in found.items())
 
 
 def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
@@ -265,19 +265,23 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
     return list(seen.values())
 
 
-def _extents(mesh: dict[str, int], fabric: Fabric, laid: dict[tuple[int, ...], Integers]) -> Integers:
-    """Extents of every way to lay a mesh on the network, [way, axis, dimension]; there may be millions.
+class _Laid(NamedTuple):
+    """Every way to lay a mesh on the network: axes that it uses, by number, and extents [way, axis, dimension]."""
+
+    axes: tuple[int, ...]
+    extents: Integers
+
+
+def _laid(mesh: dict[str, int], fabric: Fabric, laid: dict[tuple[int, ...], Integers]) -> _Laid:
+    """Every way to lay a mesh on the network; there may be millions.
 
     Axes of the same sizes in the same order are laid alike, whatever they are for: `laid` keeps those of each sizes.
     """
-    used = [i for i, axis in enumerate(SERVING_AXES) if mesh.get(axis, 1) > 1]
-    sizes = tuple(mesh[SERVING_AXES[i]] for i in used)
+    used = tuple([i for i, axis in enumerate(SERVING_AXES) if mesh.get(axis, 1) > 1])
+    sizes = tuple([mesh[SERVING_AXES[i]] for i in used])
     if sizes not in laid:
         laid[sizes] = _of_axes([SERVING_AXES[i] for i in used], _distinct(mesh, fabric), len(fabric.dimensions))
-    ways = laid[sizes]
-    extents = np.ones((len(ways), len(SERVING_AXES), len(fabric.dimensions)), ways.dtype)
-    extents[:, used] = ways
-    return extents
+    return _Laid(used, laid[sizes])
 
 
 def _of_axes(axes: list[str], mappings: list[AxisMapping], dimensions: int) -> Integers:
@@ -287,19 +291,42 @@ def _of_axes(axes: list[str], mappings: list[AxisMapping], dimensions: int) -> I
     return np.array(each, dtype=kind).reshape(len(mappings), len(axes), dimensions)
 
 
-def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, Integers]]) -> Candidates:
-    layouts = tuple(layout for layout, _ in found)
-    sizes = [tuple(x.sizes.values()) for x in layouts]
-    chips = list(map(math.prod, sizes))
+def _whole(ways: Sequence[_Laid], dimensions: int) -> tuple[Index, Integers]:
+    """The mesh of each of all ways, and extents of all axes, [axis, dimension, way]."""
+    number = np.array([len(own.extents) for own in ways])
+    begins = np.cumsum(number) - number
+    places: Index = np.repeat(np.arange(len(ways), dtype=np.int32), number)
+    kind = np.result_type(*{own.extents.dtype for own in ways})
+    extents = np.ones((len(SERVING_AXES), dimensions, len(places)), kind)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for mesh, own in enumerate(ways):
+        alike.setdefault(own.axes, []).append(mesh)
+    for axes, meshes in alike.items():
+        if axes:
+            each = number[meshes]
+            rows = np.repeat(begins[meshes] - (np.cumsum(each) - each), each) + np.arange(each.sum())
+            these = np.concatenate([ways[mesh].extents for mesh in meshes])
+            extents[np.ix_(np.array(axes), np.arange(dimensions), rows)] = these.transpose(1, 2, 0)
+    return places, extents
+
+
+def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, _Laid]], dimensions: int) -> Candidates:
+    layouts = tuple([layout for layout, _ in found])
+    sizes = {a: np.array([getattr(x, a) for x in layouts]) for a in SERVING_AXES}
+    columns = {a: own.tolist() for a, own in sizes.items()}
+    chips = np.prod(list(sizes.values()), axis=0)
+    ways = np.prod([sizes[a] for a in WEIGHT_AXES], axis=0)
+    choices = [_cached_as(x, structure) for x in layouts]
+    places, extents = _whole([own for _, own in found], dimensions)
     return Candidates(
         structure,
         layouts,
-        np.repeat(np.arange(len(layouts), dtype=np.int32), [len(extents) for _, extents in found]),
-        np.ascontiguousarray(np.concatenate([extents for _, extents in found]).transpose(1, 2, 0)),
-        dict(zip(SERVING_AXES, np.array(sizes, float).T.copy(), strict=True)),
-        np.array(chips, float),
-        tuple((n, x.weight_ways, x.expert, x.stage) for n, x in zip(chips, layouts, strict=True)),
-        tuple((*own, *_cached_as(x, structure)) for own, x in zip(sizes, layouts, strict=True)),
+        places,
+        extents,
+        {a: own.astype(float) for a, own in sizes.items()},
+        chips.astype(float),
+        tuple(zip(chips.tolist(), ways.tolist(), columns["expert"], columns["stage"], strict=True)),
+        tuple([(*own, *words) for *own, words in zip(*columns.values(), choices, strict=True)]),
     )
 
 
