@@ -86,6 +86,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
         (b"no program", "found neither"),
         (b"\x0a\x05hello", "found neither"),
         (b"\x1f\x8bbroken", "cannot be read"),
+        (b"HloModule torn\n\n%a (x: f32[]) -> f32[] {\n", r"file: .*no ENTRY computation; give the whole file"),
     ],
 )
 @pytest.mark.jax
@@ -94,6 +95,14 @@ def test_files_that_hold_no_program_are_refused(content, words, tmp_path):
     path.write_bytes(content)
     with pytest.raises(CompilerError, match=words):
         read_program(str(path))
+
+
+@pytest.mark.parametrize(("name", "words"), [("none.hlo", "No such file or directory"), ("", "Is a directory")])
+def test_files_that_cannot_be_read_are_named_once(name, words, tmp_path):
+    path = str(tmp_path / name)
+    with pytest.raises(CompilerError) as error:
+        read_program(path)
+    assert str(error.value) == f"{path}: it cannot be read: {words}"
 
 
 def test_a_mesh_of_another_size_is_refused():

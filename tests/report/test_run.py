@@ -44,6 +44,14 @@ def test_measured_numbers_are_of_the_timed_steps(on_its_chip):
     assert (data["first_step"], data["last_step"], data["saved_steps"]) == (11, 13, [13])
 
 
+def test_a_rounded_batch_is_said(on_its_chip):
+    problem = on_its_chip.plan.problem
+    asked = replace(problem, job=problem.job.model_copy(update={"batch_tokens": 500_000}))
+    other = replace(on_its_chip, plan=replace(on_its_chip.plan, problem=asked))
+    assert run_report(on_its_chip, {}).assumed[0] == "tokens: synthetic"
+    assert run_report(other, {}).assumed[0] == "a step of 524,288 tokens: 500,000, rounded so that it divides"
+
+
 def test_a_ratio_stands_beside_what_can_be_compared(on_its_chip):
     report = run_report(on_its_chip, {})
     assert report.answer == "steps 11 to 13 on 8 x NVIDIA H100 80GB HBM3: 20 s a step, loss 3.5000 to 3.0000"

@@ -135,5 +135,6 @@ def show_verification(screen: Screen, asked: EstimateTrainRequest | str) -> int 
     """  # noqa: D301  (click's mark for lines that stay as they are)
     plan, inputs = plan_asked(asked, screen, OWN_RUNTIME)
     found = verify(plan, progress=screen.progress)
-    screen.show(verification_report(found, str(plan.layout), inputs))
+    batch = plan.problem.job.batch_tokens, plan.estimate.tokens
+    screen.show(verification_report(found, str(plan.layout), inputs, batch))
     return None if found.fits else InfeasibleError.exit_code

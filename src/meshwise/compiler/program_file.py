@@ -35,15 +35,7 @@ def reading(path: str) -> Iterator[None]:
         yield
     except MeshwiseError:
         raise
-    except (
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except _DAMAGE as error:
         raise CompilerError(
             f"{path}: the program contradicts itself, or has a form that is not known here "
             f"({quoted(error)}); give the file as the compiler wrote it"
@@ -65,7 +57,8 @@ def read_program(path: str) -> Module:
         data = Path(path).read_bytes()
         data = gzip.decompress(data) if data.startswith(_GZIP) else data
     except (OSError, EOFError, zlib.error) as error:
-        raise CompilerError(f"{path}: it cannot be read: {error}") from None
+        why = (isinstance(error, OSError) and error.strerror) or str(error)  # without the number, and the path again
+        raise CompilerError(f"{path}: it cannot be read: {why}") from None
     head = data[:4096].lstrip()
     if head.startswith((b"module @", b"module {", b"#loc", b"module attributes", b"ML\xefR")):
         raise CompilerError(
@@ -74,8 +67,15 @@ def read_program(path: str) -> Module:
         )
     start = data.find(b"HloModule ", 0, 65536)
     if start >= 0 and not data[:start].strip().strip(b"\x00"):
-        return read_module(data[start:].decode("utf-8", errors="replace"))
-    return read_module(_text_of(path, data))
+        return _module(path, data[start:].decode("utf-8", errors="replace"))
+    return _module(path, _text_of(path, data))
+
+
+def _module(path: str, text: str) -> Module:
+    try:
+        return read_module(text)
+    except CompilerError as error:
+        raise CompilerError(f"{path}: {error}; give the whole file, as the compiler wrote it") from None
 
 
 def _text_of(path: str, data: bytes) -> str:

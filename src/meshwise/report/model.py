@@ -29,6 +29,11 @@ def length_words(model: Model, seq_len: float) -> tuple[str, ...]:
     return (f"sequences of {seq_len:,.0f} tokens exceed the {longest:,} that {model.name} was trained for",)
 
 
+def rounded_words(asked: float, tokens: float) -> str | None:
+    """Say that a step has another number of tokens than was asked for; None where it has as many."""
+    return None if asked == tokens else f"a step of {tokens:,.0f} tokens: {asked:,.0f}, rounded so that it divides"
+
+
 def models_report(models: Iterable[Model], inputs: Mapping[str, Any]) -> Report:
     """List the built-in models."""
     rows = list(models)

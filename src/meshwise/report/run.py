@@ -14,6 +14,7 @@ from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.hardware.kernels import GROUPED_PRODUCTS
 from meshwise.hardware.names import vendor_of_device
+from meshwise.report.model import rounded_words
 from meshwise.report.report import Report
 from meshwise.report.table import or_dash, picked, said, table
 from meshwise.search import Plan
@@ -118,7 +119,8 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
             "predicted": picked(result.plan.estimate, _PREDICTED),
         },
         body=(_comparison(result),),
-        assumed=(
+        assumed=said(
+            rounded_words(result.plan.problem.job.batch_tokens, result.plan.estimate.tokens),
             f"tokens: {result.data}",
             f"learning rate: {result.learning_rate}",
             f"times: {times}; compiling took {format_time(result.compile_seconds)}",

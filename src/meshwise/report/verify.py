@@ -15,18 +15,22 @@ from rich.text import Text
 from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
 from meshwise.compiler.verification import Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
+from meshwise.report.model import rounded_words
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, picked, said, spaced, tabulate
 from meshwise.search import Plan
 
 
-def verification_report(found: Verification, layout: str, inputs: Mapping[str, Any]) -> Report:
+def verification_report(
+    found: Verification, layout: str, inputs: Mapping[str, Any], batch: tuple[float, float] | None = None
+) -> Report:
     """Report a verification.
 
     Args:
         found: what was found.
         layout: in words.
         inputs: what was asked.
+        batch: tokens of a step, as asked for and as compiled.
     """
     return Report(
         command="verify",
@@ -34,7 +38,7 @@ def verification_report(found: Verification, layout: str, inputs: Mapping[str, A
         answer=_answer(found),
         data=_data(found, layout),
         body=said(*_body(found, layout)),
-        assumed=_assumed(found),
+        assumed=_assumed(found, batch),
         not_modelled=(
             "time that nothing bounds: starts of kernels and collectives, what libraries achieve of a chip's peak",
             "memory fragmentation at run time, and memory that the runtime and other programs hold",
@@ -138,11 +142,12 @@ def _table(title: str, lines: Iterable[Line], show: Any, *, counts: bool = False
     return tabulate(columns, lines, missing="", note=why)
 
 
-def _assumed(found: Verification) -> tuple[str, ...]:
+def _assumed(found: Verification, batch: tuple[float, float] | None) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     program = found.program
     how = "found in the cache of compiled programs" if program.cached else f"took {format_time(program.seconds)}"
-    return (f"the whole model is compiled, with all its layers ({how})", f"compiler: {versions}")
+    rounded = None if batch is None else rounded_words(*batch)
+    return said(rounded, f"the whole model is compiled, with all its layers ({how})", f"compiler: {versions}")
 
 
 def _data(found: Verification, layout: str) -> dict[str, Any]:

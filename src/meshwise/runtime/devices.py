@@ -275,7 +275,8 @@ def software_of(device: Any) -> str:
     """What runs programs on a device."""
     import jax  # noqa: PLC0415 -- loaded already
 
-    return f"jax {jax.__version__} on {device.platform}, {device.client.platform_version.splitlines()[0]}"
+    words = dict.fromkeys((str(device.platform), str(device.client.platform_version.splitlines()[0])))
+    return f"jax {jax.__version__} on {', '.join(words)}"  # the CPU's version is "cpu"
 
 
 def share_of_machine(num_devices: int) -> str:
