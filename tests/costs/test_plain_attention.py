@@ -81,5 +81,5 @@ def test_a_plan_says_so():
     assert note == (
         "attention of layer runs in blocks of plain JAX, since 2000 queries and 2000 keys are not multiples of 32: it "
         "multiplies 2 times the pairs of a query and a key that are counted, and moves their scores through memory, "
-        "which no time here counts; --seq-len 2016 has a kernel"
+        "which neither times nor bytes here count; --seq-len 2016 has a kernel"
     )

@@ -1,6 +1,6 @@
 """Attention that no fused kernel of our own runtime takes: its programs compute it in blocks of plain JAX.
 
-They multiply all pairs of a query and a key, in blocks, and move their scores through memory, which no time counts.
+They multiply all pairs of a query and a key, in blocks, and move their scores through memory, which nothing counts.
 Not here: what kernels take (`hardware.kernels`), words (`report`).
 """
 

@@ -30,5 +30,5 @@ def _without_kernel(problem: TrainingProblem, layout: Layout) -> Iterator[str]:
         yield (
             f"attention of {' and '.join(found.blocks)} runs in blocks of plain JAX, since {found.refusal}: it "
             f"multiplies {found.pairs:.3g} times the pairs of a query and a key that are counted, and moves their "
-            f"scores through memory, which no time here counts{fix}"
+            f"scores through memory, which neither times nor bytes here count{fix}"
         )
