@@ -11,7 +11,7 @@ from meshwise.core.tensors import Kind, Route
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.hardware import parse_cluster
 from meshwise.runtime import early, forward, products, shardings, watched
-from meshwise.runtime.overlap import network_flag, overlap_options, tell_network
+from meshwise.runtime.overlap import network_flag, overlap_options, profiled_options, tell_network
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import DENSE, alone, configured, dense, loss_and_gradients, make, worst
 from tests.runtime.test_models import MODELS
@@ -46,6 +46,18 @@ def test_how_many_collectives_are_in_flight_follows_from_the_layout(layout, expe
     of_exchanged = {many for name, many in exchanged.items() if name.endswith("overlap_limit")}
     assert of_exchanged == ({1} if layout.zero else {max(many, 4) for many in expected})
     assert exchanged.keys() - ragged.keys() == {"xla_gpu_enable_pipelined_reduce_scatter"}
+
+
+def test_collectives_of_loops_are_pipelined_where_rows_are_exchanged_and_seconds_are_known():
+    layout = Layout(fsdp=4, expert=2)
+    found, own = profiled_options("gpu", layout, ragged=True), overlap_options("gpu", layout, ragged=True)
+    assert {name for name in found if found[name] != own.get(name)} == {
+        "xla_gpu_enable_pipelined_all_gather",
+        "xla_gpu_enable_pipelined_reduce_scatter",
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+    }
+    assert profiled_options("gpu", layout) == profiled_options("tpu", layout, ragged=True) == {}
+    assert profiled_options("gpu", Layout(fsdp=8), ragged=True) == {}
 
 
 def test_xla_is_told_of_the_network_unless_it_has_been():

@@ -19,11 +19,14 @@ from typing import Any
 
 from meshwise.commands.command import Tell, silent
 from meshwise.compiler.compiling import Compiled, compile_ahead, target_devices
+from meshwise.compiler.floor import Rates
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.placement import device_mesh, place_devices
+from meshwise.compiler.schedules import Options, faster
 from meshwise.compiler.targets import Target
 from meshwise.core import errors
 from meshwise.core.errors import CompilerError, MeshwiseError
+from meshwise.costs.estimate import layout_factors
 from meshwise.runtime.overlap import tell_network
 from meshwise.search import Plan
 
@@ -49,9 +52,18 @@ def compile_plan(plan: Plan) -> tuple[Compiled, DeviceMesh]:
     step = train_step(problem.model, layout, problem.job, placed)
     with lowering_for(placed.flat[0]):
         lowered = step.jitted.lower(step.abstract_state, step.abstract_batch)
-    target = replace(target, compiler_options={**step.compiler_options, **target.compiler_options})
-    order = [int(device.id) for device in placed.reshape(-1)]
-    return compile_ahead(lowered, target, order), device_mesh(placed, layout)
+    order, mesh = [int(device.id) for device in placed.reshape(-1)], device_mesh(placed, layout)
+
+    def compiled(options: Options) -> Compiled:
+        asked = replace(target, compiler_options={**options, **target.compiler_options})
+        return compile_ahead(lowered, asked, order)
+
+    return faster(compiled, step.compiler_options, step.profiled_options, mesh, planned_rates(plan)), mesh
+
+
+def planned_rates(plan: Plan) -> Rates:
+    """Of the chips and the wires of a plan."""
+    return Rates(plan.problem.cluster.chip, plan.fabric, layout_factors(plan.fabric, plan.layout))
 
 
 def compile_apart(plan: Plan, *, progress: Tell = silent) -> tuple[Compiled, DeviceMesh]:

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from meshwise.commands.command import Tell
+from meshwise.commands.compile_worker import planned_rates
 from meshwise.commands.requests import attributes
 from meshwise.commands.run_requests import DEFAULT_EVERY, GenerateRequest, RunRequest
-from meshwise.compiler.placement import place_devices
+from meshwise.compiler.placement import device_mesh, place_devices
+from meshwise.compiler.schedules import Executable, Options, faster
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.hardware import Chip, load_chip
@@ -100,7 +102,30 @@ def _train(
             load = kept.load if kept.latest else load
         profile, last, seed = None if request.profile is None else Path(request.profile), request.steps, request.seed
         watchers = Watchers(progress, _metrics(request), _evaluation(plan, request))
-        return train(step, source, last=last, seed=seed, load=load, keeper=kept, profile=profile, watchers=watchers)
+        return train(
+            step,
+            source,
+            last=last,
+            seed=seed,
+            load=load,
+            keeper=kept,
+            profile=profile,
+            watchers=watchers,
+            compiled_by=partial(_compiled, plan),
+        )
+
+
+def _compiled(plan: Plan, step: TrainStep, lowered: Any) -> Any:
+    """Compile a step as `verify` does: by the seconds that the plan's chips and wires take, where XLA is told them.
+
+    All processes do so, and choose alike: they compile the same program.
+    """
+
+    def compiled(options: Options) -> Executable:
+        return Executable(lowered.compile(compiler_options=dict(options) or None))
+
+    mesh = device_mesh(step.mesh.devices, plan.layout)
+    return faster(compiled, step.compiler_options, step.profiled_options, mesh, planned_rates(plan)).loaded
 
 
 def _metrics(request: RunRequest) -> Callable[[Mapping[str, float]], None]:

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.commands.command import Screen, Tell, silent, verb
-from meshwise.commands.compile_worker import compile_apart
+from meshwise.commands.compile_worker import compile_apart, planned_rates
 from meshwise.commands.estimate_train import OWN_RUNTIME, EstimateTrainRequest, plan_asked, plan_given
 from meshwise.compiler.comparison import STATE, WITHIN, compare
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
 from meshwise.compiler.expected import expect, slots_over_routed
-from meshwise.compiler.floor import Floor, Rates
+from meshwise.compiler.floor import Floor
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.traffic import unread, without_kernel
 from meshwise.compiler.lines import Line
@@ -25,7 +25,6 @@ from meshwise.compiler.step_floor import StepFloor, compare_times
 from meshwise.compiler.targets import Target
 from meshwise.compiler.verification import CompiledProgram, Verification
 from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
-from meshwise.costs.estimate import layout_factors
 from meshwise.report.verify import VerifiedPlan, verification_report
 from meshwise.search import Plan, PlanResult
 
@@ -73,8 +72,7 @@ def verify(plan: Plan | PlanResult | str | os.PathLike[str], *, progress: Tell =
 def _floor(plan: Plan, compiled: Compiled, mesh: DeviceMesh) -> StepFloor:
     """The least time of a program, on the plan's chips and wires."""
     problem, layout, planned = plan.problem, plan.layout, plan.estimate.step_time
-    rates = Rates(problem.cluster.chip, plan.fabric, layout_factors(plan.fabric, layout))
-    floor = Floor(compiled.module, mesh, rates)
+    floor = Floor(compiled.module, mesh, planned_rates(plan))
     return compare_times(problem, plan.fabric, layout, (planned.lower, planned.expected), floor)
 
 

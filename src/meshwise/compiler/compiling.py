@@ -199,7 +199,7 @@ def compile_ahead(
     facts = {
         "topology": target.topology,
         "options": dict(target.options),
-        "compiler_options": dict(target.compiler_options),
+        "compiler_options": {k: v.decode() if isinstance(v, bytes) else v for k, v in target.compiler_options.items()},
         "devices": list(device_order),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "versions": versions,

@@ -143,7 +143,15 @@ class Floor:
     @cached_property
     def collectives(self) -> tuple[Sent, ...]:
         """All collectives, with what of them is exposed."""
-        return Schedule(self.module, self.mesh, self.rates.work, self.rates.wire).collectives
+        return self._schedule.collectives
+
+    def durations(self, shared: float) -> Mapping[str, float]:
+        """Instruction -> seconds of one run; of what starts a collective, `shared` times those on its links."""
+        return self._schedule.durations(shared)
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return Schedule(self.module, self.mesh, self.rates.work, self.rates.wire)
 
     @cached_property
     def network(self) -> Mapping[str, float]:

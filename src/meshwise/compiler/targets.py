@@ -132,7 +132,7 @@ class Target:
     topology: str
     num_devices: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    compiler_options: Mapping[str, bool | int] = field(default_factory=dict)
+    compiler_options: Mapping[str, bool | int | bytes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cluster: Cluster, fabric: Fabric | None = None) -> Target:

@@ -135,6 +135,11 @@ def put_batch(step: TrainStep, source: TokenSource, number: int) -> dict[str, ja
 _NOBODY = Watchers()
 
 
+def compiled_as_asked(step: TrainStep, lowered: Any) -> Any:
+    """Compile a step, lowered, with its own options."""
+    return lowered.compile(step.compiler_options or None)
+
+
 def train(
     step: TrainStep,
     source: TokenSource,
@@ -145,6 +150,7 @@ def train(
     keeper: Keeper | None = None,
     profile: Path | None = None,
     watchers: Watchers = _NOBODY,
+    compiled_by: Callable[[TrainStep, Any], Any] = compiled_as_asked,
 ) -> Trained:
     """Train up to a step.
 
@@ -157,6 +163,7 @@ def train(
         keeper: keeps states.
         profile: a folder for a profile of a few steps.
         watchers: hear of what is done.
+        compiled_by: compiles the step, lowered.
 
     Raises:
         InfeasibleError: the devices' memory does not suffice; a loss that is no number.
@@ -169,7 +176,7 @@ def train(
         taken, state = (0, None) if load is None else load(step)
         watchers.progress("compiling")
         begun = time.perf_counter()
-        compiled = step.jitted.lower(step.abstract_state, step.abstract_batch).compile(step.compiler_options or None)
+        compiled = compiled_by(step, step.jitted.lower(step.abstract_state, step.abstract_batch))
         compile_seconds = time.perf_counter() - begun
         meet("the compiled step")
         loop = _Loop(step, source, compiled, keeper, watchers, first=taken + 1, last=last)

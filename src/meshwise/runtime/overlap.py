@@ -66,6 +66,20 @@ def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> d
     return options
 
 
+def profiled_options(platform: str, layout: Layout, *, ragged: bool = False) -> dict[str, bool | int]:
+    """Options for where XLA's scheduler is told how long everything takes; none where it knows, or would not listen.
+
+    Then collectives of loops are pipelined, weights of the next layer gathered and gradients of the last one summed
+    beside this one's compute; so many are in flight at once that none waits for a free place.
+
+    Args: as of `overlap_options`.
+    """
+    if platform not in ("gpu", "cuda") or not (ragged and layout.expert > 1) or layout.stage > 1:
+        return {}
+    options = overlap_options(platform, layout, ragged=ragged)
+    return options | {_NEXT_LAYER: True, "xla_gpu_enable_pipelined_all_gather": True, _IN_FLIGHT: 8}
+
+
 #: By which XLA's scheduler for GPUs is told how fast a network is; no option of one compilation.
 _NETWORK = "--xla_gpu_analytical_latency_estimator_options"
 

@@ -220,7 +220,11 @@ class RaggedExperts(Experts):
             (axis,) = exchanged
             others = self.placement.mesh.shape[axis]
             room = others * tokens * min(top_k, experts // others)
-            exchange = RaggedExchange(jax.lax.all_gather(sizes, axis), axis, room, self.placement.platform)
+            # summed, not gathered: XLA makes gathers of the next layer beside this one, with all that they are made of,
+            # and would compute its attention twice
+            own = jnp.arange(others)[:, None] == jax.lax.axis_index(axis)
+            every = jax.lax.psum(jnp.where(own, sizes, 0), axis)
+            exchange = RaggedExchange(every, axis, room, self.placement.platform)
             came = exchange.own
         stretches = came[None]
         for axis in self._gathered:

@@ -25,7 +25,7 @@ from meshwise.runtime.gradients import Accumulation
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.optimizer import Hyperparameters, clipped, update
-from meshwise.runtime.overlap import overlap_options
+from meshwise.runtime.overlap import overlap_options, profiled_options
 from meshwise.runtime.params import (
     Order,
     Parameter,
@@ -164,9 +164,17 @@ class TrainStep:
     @property
     def compiler_options(self) -> dict[str, bool | int]:
         """Options with which it is to be compiled: `step.jitted.lower(...).compile(step.compiler_options)`."""
+        return overlap_options(self.stack.placement.platform, self.layout, ragged=self._ragged)
+
+    @property
+    def profiled_options(self) -> dict[str, bool | int]:
+        """Options for where the compiler is told how long everything takes besides; none where that is of no use."""
+        return profiled_options(self.stack.placement.platform, self.layout, ragged=self._ragged)
+
+    @property
+    def _ragged(self) -> bool:
         routed = any(isinstance(op, Route) for block in self.stack.program for op in block.ops)
-        ragged = routed and self.stack.around.expert_dispatch == "ragged"
-        return overlap_options(self.stack.placement.platform, self.layout, ragged=ragged)
+        return routed and self.stack.around.expert_dispatch == "ragged"
 
     @property
     def _whole(self) -> NamedSharding:

@@ -20,6 +20,9 @@ from meshwise.compiler.hlo.traffic import Emitted, emitted_collectives
 
 _CHAIN = re.compile(r'chain_id="(\w+)"')
 
+#: Instructions that take no time.
+_FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -72,6 +75,18 @@ class Schedule:
             Sent(one, self._seconds[one.computation.name, one.instruction.name], self._exposed.get(_key(one), 0.0))
             for one in self._emitted
         )
+
+    def durations(self, shared: float) -> Mapping[str, float]:
+        """Instruction -> seconds of one run; of what starts a collective, `shared` times those on its links."""
+        assert self.seconds >= 0  # which finds the computations that run
+        found: dict[str, float] = {}
+        for computation in (self.module.computations[name] for name in self._times):
+            walk = _Walk(self, computation)
+            for i in computation.instructions:
+                if i.opcode not in _FREE and not i.opcode.endswith("-done"):
+                    sent = walk.sends(i)
+                    found[i.name] = shared * sent if sent else walk.work(i)
+        return found
 
     @cached_property
     def _emitted(self) -> tuple[Emitted, ...]:
@@ -138,7 +153,7 @@ class _Walk:
                 self.started[i.name] = self.started[i.operands[0]]
             elif i.opcode.endswith("-done") and i.operands and i.operands[0] in self.started:
                 self._wait(self.started[i.operands[0]])
-                self.now += self._work(i)
+                self.now += self.work(i)
             elif (self.computation.name, i.name) in self.whole._seconds:
                 self._collective(i)
             else:
@@ -146,7 +161,7 @@ class _Walk:
                 for key in inside:
                     if key not in self.ends:
                         self._start(key)
-                self.now += self._work(i)
+                self.now += self.work(i)
                 for key in inside:
                     if last[key] == i.name:
                         self._wait(key)
@@ -197,7 +212,13 @@ class _Walk:
             at = self.before[at]
         self.now = until
 
-    def _work(self, i: Instruction) -> float:
+    def sends(self, i: Instruction) -> float:
+        """Seconds on its links of the collective that an instruction starts, 0 where it starts none."""
+        inside = self._steps(i) if i.opcode == "async-start" else ((self.computation.name, i.name),)
+        return sum(self.whole._seconds.get(key, 0.0) for key in inside)
+
+    def work(self, i: Instruction) -> float:
+        """Seconds of one run at the roofline, of loops and calls those of what they run."""
         if i.opcode == "while":
             trips = trip_count(self.whole.module, self.computation, i)
             body, condition = i.computation("body"), i.computation("condition")
