@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from meshwise.exports import tools_for
+from meshwise.models import load_model
 from meshwise.search.asked import SearchSpace
-from meshwise.search.candidates import candidate_table
+from meshwise.search.candidates import Choices, candidate_table, compute_variants
 from meshwise.search.completed import training_limits
 from meshwise.search.network import LocalTables, SearchedNetwork
 from meshwise.search.pricing import Pricing
 from meshwise.search.space import meshes, placements
+from meshwise.search.tools import Tool, possible_variants
 from meshwise.sharding.layout import Layout
 from tests.search.test_search_exact import large
 
@@ -52,3 +54,17 @@ def layout_of(network, batch, i, saving):
         num_microbatches=int(network.table.num_microbatches[batch.at[i]]),
         wires=tuple((a, tuple(int(e) for e in extents)) for a, extents in zip(sizes, where, strict=True)),
     )
+
+
+def test_ways_to_attend_that_no_tool_takes_over_any_context_are_left_out():
+    model = load_model("llama-3-8b")
+    variants = compute_variants(model, Choices())
+    no_rings = Tool("no rings", (lambda c: (c.context_method == "ring") & (c.context > 1),))
+    odd_rings = Tool("odd rings", (lambda c: (c.context_method == "ring") & (c.context % 2 == 0),))
+    methods = [
+        {v.own.context_method for v in possible_variants(tools, variants)}
+        for tools in ((no_rings,), (odd_rings,), (no_rings, odd_rings))
+    ]
+    assert methods == [{"gather"}, {"gather", "ring"}, {"gather", "ring"}]
+    rings_first = compute_variants(model, Choices(context_method=("ring", "gather")))
+    assert possible_variants((no_rings,), rings_first) == rings_first  # it stands for meshes without context, too

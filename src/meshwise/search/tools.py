@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # planning training loads nothing of serving
 #: Bits of a word of conditions.
 _WORD = 64
 
+#: Sizes of an axis that is used, as far as any search goes.
+_MORE_THAN_ONE = np.arange(2, 1 << 12)
+
 #: True of layouts that a tool cannot express; sizes may be arrays, an entry a layout.
 Refusal = Callable[[Layout], Condition]
 
@@ -110,8 +113,17 @@ def refuses_all(
 
 
 def possible_variants(tools: Sequence[Tool], variants: Iterable[ComputeVariant]) -> tuple[ComputeVariant, ...]:
-    """The compute variants that some tool may take; all of them without tools."""
-    return tuple(v for v in variants if not tools or any(t.may_run(v.layout_choices) for t in tools))
+    """The compute variants that some tool may take; all of them without tools.
+
+    A way to attend that is not the first is one of meshes with an axis `context`.
+    """
+
+    def possible(v: ComputeVariant) -> bool:
+        first = v.own.context_method == v.asked.context_method[0]
+        sizes = {} if first else {"context": _MORE_THAN_ONE}
+        return any(t.may_run(v.layout_choices, sizes) for t in tools)
+
+    return tuple(v for v in variants if not tools or possible(v))
 
 
 def possible_schedules(tools: Sequence[Tool], schedules: Sequence[PipelineVariant]) -> tuple[PipelineVariant, ...]:
@@ -161,6 +173,9 @@ class ToolMasks:
     def __init__(self, tools: Sequence[Tool], table: CandidateTable) -> None:
         self.tools, self.table = tools, table
         self._read: dict[Refusal, tuple[str, ...]] = {}  # choices that a condition reads
+        self._reads = 0  # how often more of them became known
+        self._groups: dict[str, tuple[list[tuple[Refusal, ...]], int]] = {}  # of a tool, and at which of these it was
+        self._several: dict[tuple[tuple[Refusal, ...], tuple[object, ...]], _Bits | None] = {}
         self._known: dict[tuple[Refusal, tuple[object, ...]], bool | _Bits] = {}
         self._names: dict[str, tuple[str, ...]] = {}  # choices that some condition of a tool reads
         self._tools: dict[tuple[str, tuple[str, ...], tuple[object, ...]], _Bits | None] = {}
@@ -203,14 +218,35 @@ class ToolMasks:
         names = self._names.get(tool.name, ())
         key = tool.name, names, tuple([choices[name] for name in names])
         if key not in self._tools:
-            each = [self._refused(refused, choices) for refused in tool.refusals]
+            each = [self._together(refusals, choices) for refusals in self._grouped(tool)]
             # What was worked out with fewer choices read stands under keys that no longer come up.
             names = self._names[tool.name] = tuple(sorted({n for r in tool.refusals for n in self._read[r]}))
             key = tool.name, names, tuple([choices[name] for name in names])
-            some = [bits for bits in each if not isinstance(bits, bool)]
-            together = sum(mesh for mesh, _ in some), sum(row for _, row in some)
-            self._tools[key] = None if any(r is True for r in each) else together
+            self._tools[key] = _all_of(each)
         return self._tools[key]
+
+    def _grouped(self, tool: Tool) -> list[tuple[Refusal, ...]]:
+        """Conditions of a tool that read the same choices, as far as is known; each that was not asked yet alone."""
+        groups, reads = self._groups.get(tool.name, ([], -1))
+        if reads != self._reads:
+            by_names: dict[object, list[Refusal]] = {}
+            for refused in tool.refusals:
+                by_names.setdefault(self._read.get(refused, refused), []).append(refused)
+            groups = [tuple(own) for own in by_names.values()]
+            self._groups[tool.name] = groups, self._reads
+        return groups
+
+    def _together(self, refusals: tuple[Refusal, ...], choices: Mapping[str, object]) -> _Bits | None:
+        """Several conditions that read the same choices; None where one refuses all."""
+        key = refusals, tuple([choices[name] for name in self._read.get(refusals[0], ())])
+        if key not in self._several:
+            before = self._reads
+            each = [self._refused(refused, choices) for refused in refusals]
+            found = _all_of([(0, 0) if bits is False else None if bits is True else bits for bits in each])
+            if self._reads != before:  # some have read more than the key says
+                return found
+            self._several[key] = found
+        return self._several[key]
 
     def _refused(self, refused: Refusal, choices: Mapping[str, object]) -> bool | _Bits:
         key = refused, tuple([choices[name] for name in self._read.get(refused, ())])
@@ -222,7 +258,9 @@ class ToolMasks:
                 kind, layout = 1, _Partly(self._rows, choices)
                 held = refused(cast(Layout, layout))
             # What was worked out with fewer choices read stands under keys that no longer come up.
-            self._read[refused] = read = tuple(sorted(layout.read.union(self._read.get(refused, ()))))
+            read = tuple(sorted(layout.read.union(self._read.get(refused, ()))))
+            self._reads += read != self._read.get(refused)
+            self._read[refused] = read
             key = refused, tuple([choices[name] for name in read])
             if np.ndim(held):
                 bit = self._flags[kind].add(np.asarray(held, bool))
@@ -243,6 +281,16 @@ _Bits = tuple[int, int]
 
 #: [sets, words]: such sets, of meshes or of rows.
 _Words = NDArray[np.uint64]
+
+
+def _all_of(parts: Iterable[_Bits | None]) -> _Bits | None:
+    """Conditions of all parts together; None where one of them refuses all."""
+    meshes = rows = 0
+    for bits in parts:
+        if bits is None:
+            return None
+        meshes, rows = meshes | bits[0], rows | bits[1]
+    return meshes, rows
 
 
 class _Flags:
