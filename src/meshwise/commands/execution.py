@@ -20,7 +20,7 @@ from meshwise.commands.compile_worker import planned_rates
 from meshwise.commands.requests import attributes
 from meshwise.commands.run_requests import DEFAULT_EVERY, GenerateRequest, RunRequest
 from meshwise.compiler.placement import device_mesh, place_devices
-from meshwise.compiler.schedules import Executable, Options, faster
+from meshwise.compiler.schedules import Executable, Options, fastest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.hardware import Chip, load_chip
@@ -125,7 +125,7 @@ def _compiled(plan: Plan, step: TrainStep, lowered: Any) -> Any:
         return Executable(lowered.compile(compiler_options=dict(options) or None))
 
     mesh = device_mesh(step.mesh.devices, plan.layout)
-    return faster(compiled, step.compiler_options, step.profiled_options, mesh, planned_rates(plan)).loaded
+    return fastest(compiled, step.compiler_options, step.profiled_options, mesh, planned_rates(plan)).loaded
 
 
 def _metrics(request: RunRequest) -> Callable[[Mapping[str, float]], None]:

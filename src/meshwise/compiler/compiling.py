@@ -102,6 +102,7 @@ class Compiled:
         versions: of the compiler's packages.
         seconds: that compiling took.
         cached: whether it was found compiled.
+        schedules: how many were compiled, of which this is the fastest.
     """
 
     target: str
@@ -111,6 +112,7 @@ class Compiled:
     versions: Mapping[str, str]
     seconds: float
     cached: bool
+    schedules: int = 1
 
     @cached_property
     def module(self) -> Module:
@@ -136,6 +138,7 @@ class Compiled:
             "out_of_memory": None if self.out_of_memory is None else self.out_of_memory.message,
             "versions": dict(self.versions),
             "seconds": self.seconds,
+            "schedules": self.schedules,
         }
 
     @classmethod
@@ -150,6 +153,7 @@ class Compiled:
             versions=value["versions"],
             seconds=value["seconds"],
             cached=cached,
+            schedules=value.get("schedules", 1),
         )
 
 

@@ -1,4 +1,4 @@
-"""The faster of two schedules of a program, by its own least time: XLA's own, and one by seconds that it is told.
+"""The fastest of a program's schedules, by its own least time: XLA's own, and one by seconds that it is told.
 
 XLA's scheduler for GPUs knows neither how long ragged AllToAlls take nor kernels: where rows are exchanged it takes all
 collectives for equally long. A profile says it (`fdo_profile`), of times that are computed, not measured: a program is
@@ -60,8 +60,8 @@ class Executable:
         return CompiledMemory.of(self.loaded.memory_analysis())
 
 
-def faster(compiled: Callable[[Options], P], own: Options, told: Options, mesh: DeviceMesh, rates: Rates) -> P:
-    """Compile a program, and once more by the seconds that it is computed to take; keep what takes less at the least.
+def fastest(compiled: Callable[[Options], P], own: Options, told: Options, mesh: DeviceMesh, rates: Rates) -> P:
+    """Compile a program, and again by the seconds that it is computed to take; keep what takes least at the least.
 
     Where wires are busy for longer than anything else there is nothing to win: XLA does not see that they are.
 
@@ -70,7 +70,7 @@ def faster(compiled: Callable[[Options], P], own: Options, told: Options, mesh: 
         own: options without such seconds; told: with them, none where they are of no use.
         mesh, rates: that it is compiled for; rates of a chip that is known.
 
-    Returns: the program; one told needs no more memory than the other, or than the chip has.
+    Returns: the program; with other options than its own it needs no more memory than so, or than the chip has.
     """
     first = compiled(own)
     if not told or first.memory is None or rates.chip is None:
@@ -82,11 +82,10 @@ def faster(compiled: Callable[[Options], P], own: Options, told: Options, mesh: 
     draft = compiled(told)
     if draft.memory is None:
         return first
-    second = compiled({**told, "fdo_profile": profile_of(Floor(draft.module, mesh, rates))})
+    last = compiled({**told, "fdo_profile": profile_of(Floor(draft.module, mesh, rates))})
     room = max(first.memory.total, rates.chip.hbm_usable)
-    if second.memory is None or second.memory.total > room:
-        return first
-    return second if Floor(second.module, mesh, rates).seconds < floor.seconds else first
+    others = (one for one in (draft, last) if one.memory is not None and one.memory.total <= room)
+    return min((first, *others), key=lambda one: Floor(one.module, mesh, rates).seconds)
 
 
 def profile_of(floor: Floor) -> bytes:

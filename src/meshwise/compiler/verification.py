@@ -20,11 +20,13 @@ class CompiledProgram:
     Args:
         memory: of one device, None where it does not fit.
         seconds: that compiling took; cached, whether it was found compiled.
+        schedules: how many were compiled, of which it is the fastest.
     """
 
     memory: CompiledMemory | None
     seconds: float
     cached: bool
+    schedules: int = 1
 
 
 @dataclass(frozen=True, slots=True)

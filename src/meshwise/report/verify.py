@@ -146,6 +146,7 @@ def _assumed(found: Verification, batch: tuple[float, float] | None) -> tuple[st
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     program = found.program
     how = "found in the cache of compiled programs" if program.cached else f"took {format_time(program.seconds)}"
+    how += f"; the fastest of {program.schedules} schedules" if program.schedules > 1 else ""
     rounded = None if batch is None else rounded_words(*batch)
     return said(rounded, f"the whole model is compiled, with all its layers ({how})", f"compiler: {versions}")
 
@@ -184,7 +185,9 @@ def _floor(found: Verification) -> dict[str, Any] | None:
 
 def _program(found: Verification) -> dict[str, Any]:
     memory = None if found.program.memory is None else found.program.memory.to_json()
-    return picked(found, "layers cached=program.cached compile_s=program.seconds") | {"memory_bytes": memory}
+    return picked(found, "layers cached=program.cached compile_s=program.seconds schedules=program.schedules") | {
+        "memory_bytes": memory
+    }
 
 
 def _line(line: Line, unit: str) -> dict[str, Any]:
