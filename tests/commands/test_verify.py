@@ -16,6 +16,7 @@ from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.lines import REASONS, UNEXPLAINED
 from meshwise.compiler.memory import CompiledMemory
 from meshwise.core.errors import CompilerError, ConfigError, MeshwiseError
+from meshwise.report.model import rounded_words
 from meshwise.report.verify import verification_report, with_verified
 from tests.commands.cut import first_layers
 
@@ -200,9 +201,11 @@ def test_what_the_report_says(gpu, gpu_plan):
     assert report.answer.startswith(f"Fits: compiled for h100-sxm:8 it takes {amount} of 79.1 GiB a chip, {amount} of")
     whole = "the whole model is compiled, with all its layers"
     assert report.assumed[0] == f"{whole} (found in the cache of compiled programs)"
-    rounded = verification_report(gpu, str(gpu_plan.layout), {}, (60_000, 65_536)).assumed[0]
-    assert rounded == "a step of 65,536 tokens: 60,000, rounded so that it divides"
-    assert verification_report(gpu, str(gpu_plan.layout), {}, (65_536, 65_536)).assumed == report.assumed
+    asked = gpu_plan.problem.job.model_copy(update={"batch_tokens": 60_000})
+    words = rounded_words(asked, 65_536)
+    assert words == "batch: 65,536 tokens, +9.2 % of what was asked, so that it divides"
+    assert verification_report(gpu, str(gpu_plan.layout), {}, words).assumed[0] == words
+    assert rounded_words(asked, 60_000) is None
     data = report.envelope()
     assert {"memory", "collectives", "matmuls", "fits", "compiler_versions"} <= set(data)
     assert all(x["differences"] or x["predicted_flops"] for x in data["matmuls"])

@@ -49,7 +49,7 @@ def test_a_rounded_batch_is_said(on_its_chip):
     asked = replace(problem, job=problem.job.model_copy(update={"batch_tokens": 500_000}))
     other = replace(on_its_chip, plan=replace(on_its_chip.plan, problem=asked))
     assert run_report(on_its_chip, {}).assumed[0] == "tokens: synthetic"
-    assert run_report(other, {}).assumed[0] == "a step of 524,288 tokens: 500,000, rounded so that it divides"
+    assert run_report(other, {}).assumed[0] == "batch: 524,288 tokens, +4.9 % of what was asked, so that it divides"
 
 
 def test_a_ratio_stands_beside_what_can_be_compared(on_its_chip):

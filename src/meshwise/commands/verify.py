@@ -25,6 +25,7 @@ from meshwise.compiler.step_floor import StepFloor, compare_times
 from meshwise.compiler.targets import Target
 from meshwise.compiler.verification import CompiledProgram, Verification
 from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
+from meshwise.report.model import rounded_words
 from meshwise.report.verify import VerifiedPlan, verification_report
 from meshwise.search import Plan, PlanResult
 
@@ -133,6 +134,6 @@ def show_verification(screen: Screen, asked: EstimateTrainRequest | str) -> int 
     """  # noqa: D301  (click's mark for lines that stay as they are)
     plan, inputs = plan_asked(asked, screen, OWN_RUNTIME)
     found = verify(plan, progress=screen.progress)
-    batch = plan.problem.job.batch_tokens, plan.estimate.tokens
-    screen.show(verification_report(found, str(plan.layout), inputs, batch))
+    rounded = rounded_words(plan.problem.job, plan.estimate.tokens)
+    screen.show(verification_report(found, str(plan.layout), inputs, rounded))
     return None if found.fits else InfeasibleError.exit_code

@@ -199,6 +199,10 @@ class TrainingJob(BaseModel):
         """The job with steps of so many sequences, each of so many tokens."""
         return self.model_copy(update={"seq_len": seq_len, "batch_tokens": sequences * seq_len})
 
+    def rounding(self, tokens: float) -> float:
+        """By which share a step of so many tokens is larger than was asked for."""
+        return tokens / self.batch_tokens - 1
+
     @property
     def sequences(self) -> float:
         """Sequences per step; not whole when `seq_len` does not divide `batch_tokens`."""

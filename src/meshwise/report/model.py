@@ -10,6 +10,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_count, format_flops, format_percent
 from meshwise.costs.compute import published_precision
+from meshwise.jobs import TrainingJob
 from meshwise.jobs.serving_precision import parse_serving_precision, quantised
 from meshwise.models import Model
 from meshwise.report.report import Report
@@ -29,9 +30,10 @@ def length_words(model: Model, seq_len: float) -> tuple[str, ...]:
     return (f"sequences of {seq_len:,.0f} tokens exceed the {longest:,} that {model.name} was trained for",)
 
 
-def rounded_words(asked: float, tokens: float) -> str | None:
+def rounded_words(job: TrainingJob, tokens: float) -> str | None:
     """Say that a step has another number of tokens than was asked for; None where it has as many."""
-    return None if asked == tokens else f"a step of {tokens:,.0f} tokens: {asked:,.0f}, rounded so that it divides"
+    more = 100 * job.rounding(tokens)
+    return f"batch: {tokens:,.0f} tokens, {more:+.1f} % of what was asked, so that it divides" if more else None
 
 
 def models_report(models: Iterable[Model], inputs: Mapping[str, Any]) -> Report:

@@ -39,7 +39,7 @@ from meshwise.report.diagnosis import (
 )
 from meshwise.report.likely import likely_range, likely_words
 from meshwise.report.memory import padding_words, stage_words
-from meshwise.report.model import length_words
+from meshwise.report.model import length_words, rounded_words
 from meshwise.report.plan_details import (
     headroom_words,
     interrupted_words,
@@ -238,11 +238,8 @@ def _subject(plan: Plan) -> str:
         f"{plan.problem.model.name} on {plan.estimate.num_chips:,} x {cluster.chip.title}{tokens}",
         f"layout: {spaced(plan.line)}",
     ]
-    if plan.estimate.tokens != job.batch_tokens:
-        change = 100 * (plan.estimate.tokens / job.batch_tokens - 1)
-        lines.append(
-            f"batch: {plan.estimate.tokens:,.0f} tokens, {change:+.1f} % of what was asked, so that it divides"
-        )
+    if rounded := rounded_words(job, plan.estimate.tokens):
+        lines.append(rounded)
     if left := cluster.num_chips - plan.estimate.num_chips:
         lines.append(f"left out: {counted(left, 'chip')} of {cluster.num_chips:,}; the rest does better without")
     return "\n".join(lines)
@@ -274,7 +271,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         shares[f"{job.formats.other_compute.value} peak in attention"] = calibration.attention_efficiency
     shares |= {"HBM": calibration.hbm_efficiency, "links": calibration.link_efficiency}
     achieved = ", ".join(f"{format_percent(share)} of {what}" for what, share in shares.items())
-    rounded = estimate.tokens != job.batch_tokens
+    rounded = job.rounding(estimate.tokens)
     return said(
         cluster.describe(),
         *cluster.notes,

@@ -120,7 +120,7 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
         },
         body=(_comparison(result),),
         assumed=said(
-            rounded_words(result.plan.problem.job.batch_tokens, result.plan.estimate.tokens),
+            rounded_words(result.plan.problem.job, result.plan.estimate.tokens),
             f"tokens: {result.data}",
             f"learning rate: {result.learning_rate}",
             f"times: {times}; compiling took {format_time(result.compile_seconds)}",

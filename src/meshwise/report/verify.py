@@ -15,14 +15,13 @@ from rich.text import Text
 from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
 from meshwise.compiler.verification import Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
-from meshwise.report.model import rounded_words
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, picked, said, spaced, tabulate
 from meshwise.search import Plan
 
 
 def verification_report(
-    found: Verification, layout: str, inputs: Mapping[str, Any], batch: tuple[float, float] | None = None
+    found: Verification, layout: str, inputs: Mapping[str, Any], rounded: str | None = None
 ) -> Report:
     """Report a verification.
 
@@ -30,7 +29,7 @@ def verification_report(
         found: what was found.
         layout: in words.
         inputs: what was asked.
-        batch: tokens of a step, as asked for and as compiled.
+        rounded: that a step has another number of tokens than was asked for, in words.
     """
     return Report(
         command="verify",
@@ -38,7 +37,7 @@ def verification_report(
         answer=_answer(found),
         data=_data(found, layout),
         body=said(*_body(found, layout)),
-        assumed=_assumed(found, batch),
+        assumed=_assumed(found, rounded),
         not_modelled=(
             "time that nothing bounds: starts of kernels and collectives, what libraries achieve of a chip's peak",
             "memory fragmentation at run time, and memory that the runtime and other programs hold",
@@ -142,12 +141,11 @@ def _table(title: str, lines: Iterable[Line], show: Any, *, counts: bool = False
     return tabulate(columns, lines, missing="", note=why)
 
 
-def _assumed(found: Verification, batch: tuple[float, float] | None) -> tuple[str, ...]:
+def _assumed(found: Verification, rounded: str | None) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     program = found.program
     how = "found in the cache of compiled programs" if program.cached else f"took {format_time(program.seconds)}"
     how += f"; the fastest of {program.schedules} schedules" if program.schedules > 1 else ""
-    rounded = None if batch is None else rounded_words(*batch)
     return said(rounded, f"the whole model is compiled, with all its layers ({how})", f"compiler: {versions}")
 
 
