@@ -1,4 +1,4 @@
-"""The fastest of a program's schedules, by its own least time: XLA's own, and one by seconds that it is told.
+"""The fastest of a program's schedules, by its own least time: XLA's own, or with seconds that it is told.
 
 XLA's scheduler for GPUs knows neither how long ragged AllToAlls take nor kernels: where rows are exchanged it takes all
 collectives for equally long. A profile says it (`fdo_profile`), of times that are computed, not measured: a program is
@@ -68,7 +68,7 @@ def fastest(compiled: Callable[[Options], P], own: Options, told: Options, mesh:
     Args:
         compiled: compiles with these options.
         own: options without such seconds; told: with them, none where they are of no use.
-        mesh, rates: that it is compiled for; rates of a chip that is known.
+        mesh, rates: that it is compiled for; where the chip is not known, nothing is compared.
 
     Returns: the program; with other options than its own it needs no more memory than so, or than the chip has.
     """
