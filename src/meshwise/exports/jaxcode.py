@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from meshwise.core.dtypes import DType
-from meshwise.core.tensors import Attention, Block, Kind, Sizes
 from meshwise.exports.choices import (
     JAX_CHIPS,
     LOGITS_AT_ONCE,
@@ -28,10 +25,9 @@ from meshwise.exports.choices import (
     xla_note,
 )
 from meshwise.exports.exported import Exported, Refusals, Rule
+from meshwise.exports.held import HeldIn, PlacedTensors, Split, divisors, placed_tensors, split_axes
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.layout import MESH_AXES
-from meshwise.sharding.place import place_block
-from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import Strategy
 
@@ -183,88 +179,6 @@ def gradients(loss, parameters, batch, mesh):
 '''
 
 
-@dataclass(frozen=True, slots=True)
-class HeldIn:
-    """A tensor of a block as it is held.
-
-    Args:
-        name: "block/tensor"; "block/operation.tensor" of what an attention reads.
-        axes: of the tensor; "L" is the layers of a block that repeats.
-        shape: of the whole tensor, one microbatch; None where routing decides.
-        sharding: which mesh axes split which dimension.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    shape: tuple[int | None, ...]
-    sharding: Sharding
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedTensors:
-    """All tensors of a program: the training state as stored, activations as they live between operations."""
-
-    weights: tuple[HeldIn, ...]
-    gradients: tuple[HeldIn, ...]
-    optimizer: tuple[HeldIn, ...]
-    activations: tuple[HeldIn, ...]
-
-    @property
-    def all(self) -> tuple[HeldIn, ...]:
-        """Every one of them."""
-        return (*self.weights, *self.gradients, *self.optimizer, *self.activations)
-
-
-def placed_tensors(choices: Choices, sequences: int = 1) -> PlacedTensors:
-    """Place the program of a plan and list what is held, of so many sequences."""
-    program = choices.model.train_program()
-    strategy = choices.strategy
-    sizes = program.bind(batch=sequences, queries=choices.seq_len)
-    policy = remat_policy(choices.layout.remat)
-    placed = [place_block(block, strategy, policy) for block in program]
-    return PlacedTensors(
-        weights=tuple(h for p in placed for h in _state(p.block, p.weights, sizes)),
-        gradients=tuple(h for p in placed for h in _state(p.block, p.gradients, sizes)),
-        optimizer=tuple(h for p in placed for h in _state(p.block, p.optimizer, sizes)),
-        activations=tuple(h for p in placed for h in _activations(p, strategy, sizes)),
-    )
-
-
-def _whole(size: Any) -> int | None:
-    return int(size) if size == int(size) else None
-
-
-def _state(block: Block, held: tuple[Held, ...], sizes: Sizes) -> Iterator[HeldIn]:
-    """Weights, gradients or optimizer state; layers of one kind are stacked in front."""
-    for h in held:
-        axes, splits = h.tensor.axes, h.sharding.splits
-        shape = tuple(_whole(sizes[a]) for a in axes)
-        if block.repeat > 1:
-            axes, splits, shape = ("L", *axes), ((), *splits), (block.repeat, *shape)
-        name = h.tensor.name.removeprefix("d_") if h.tensor.kind is Kind.GRADIENT else h.tensor.name
-        yield HeldIn(f"{block.name}/{name}", axes, shape, Sharding(splits))
-
-
-def _activations(placed: PlacedBlock, strategy: Strategy, sizes: Sizes) -> Iterator[HeldIn]:
-    """What enters, what operations leave (sums completed), and what attention reads."""
-    block = placed.block
-    entering = {t.name: t for op in block.ops for t in op.inputs if t.name in block.inputs}
-    held = [(t.name, Held(t, strategy.home(t.axes))) for t in entering.values()]
-    for item in placed.forward:
-        if isinstance(item, LocalOp):
-            if isinstance(item.op, Attention):
-                held += [(f"{item.op.name}.{h.tensor.name}", h) for h in item.inputs]
-            held.append((item.output.tensor.name, _complete(item.output, strategy)))
-    for name, h in held:
-        shape = tuple(None if a.startswith("C") else _whole(sizes[a]) for a in h.tensor.axes)
-        yield HeldIn(f"{block.name}/{name}", h.tensor.axes, shape, h.sharding)
-
-
-def _complete(held: Held, strategy: Strategy) -> Held:
-    """Where a partial sum goes when it is added up."""
-    return replace(held, sharding=strategy.home(held.tensor.axes)) if held.sharding.unreduced else held
-
-
 TITLE = "JAX"
 VERSION = "0.5 and later (tested with 0.10)"
 
@@ -290,17 +204,37 @@ def _splits(choices: Choices) -> Iterator[tuple[str, str, int, str, Any]]:
 
     Sequences are left out: a microbatch has as many for each device.
     """
-    strategy = choices.strategy  # what is kept is split alike
-    if strategy not in choices.known:
-        first = choices.known[strategy] = {}
-        for held in placed_tensors(choices).all:
-            for axis, size, split in zip(held.axes, held.shape, held.sharding.splits, strict=True):
-                if axis != "B" and size is not None and split:
-                    first.setdefault((size, split), (axis, held.name))
-    for (size, split), (axis, name) in choices.known[strategy].items():
-        sizes = {a: _devices(choices, a) for a in split}
-        over = " x ".join(a for a, n in sizes.items() if np.any(n > 1))
-        yield axis, over, size, name, math.prod(sizes.values())
+    first: dict[tuple[int, Split], tuple[str, str]] = {}
+    for held in placed_tensors(choices.model.train_program(), choices.strategy, choices.seq_len).all:
+        for axis, size, split in split_axes(held):
+            first.setdefault((size, split), (axis, held.name))
+    for (size, split), (axis, name) in first.items():
+        over = " x ".join(a for a in split if _devices(choices, a) > 1)
+        yield axis, over, size, name, _ways(choices, split)
+
+
+def _common(choices: Choices) -> Mapping[Split, int]:
+    """Mesh axes that split something, and what divides all sizes that they split (`divisors`).
+
+    Strategies have few tables between them, and remat policies none: each table is read once a job.
+    """
+    strategy, known = choices.strategy, choices.known
+    if strategy not in known:
+        compute = replace(strategy, weights=(), gradients=(), optimizer=())
+        tables = dict.fromkeys((strategy.weights, strategy.gradients, strategy.optimizer))
+        found: dict[Split, int] = {}
+        for own, part in ((compute, ""), *((Strategy(strategy.compute, table), "weights") for table in tables)):
+            if (own, part) not in known:
+                known[own, part] = divisors(choices.model.train_program(), choices.seq_len, own, part)
+            for split, size in known[own, part].items():
+                found[split] = math.gcd(found.get(split, 0), size)
+        known[strategy] = found
+    common: Mapping[Split, int] = known[strategy]
+    return common
+
+
+def _ways(choices: Choices, split: Split) -> Any:
+    return math.prod(_devices(choices, axis) for axis in split)
 
 
 def _devices(choices: Choices, axis: str) -> Any:
@@ -345,7 +279,7 @@ RULES: tuple[Rule[Choices], ...] = (
     ),
     Rule(_no_arrays, "precision={c.job.precision}", "arrays have bf16, fp16 or fp32", "--precision mixed"),
     Rule(
-        lambda c: sum(size % ways > 0 for _, _, size, _, ways in _splits(c)) > 0,
+        lambda c: sum(size % _ways(c, split) > 0 for split, size in _common(c).items()) > 0,
         lambda c: "{1} on {0} = {2}".format(*_uneven(c)),
         lambda c: "{3} is split into {4} equal parts".format(*_uneven(c)),
         lambda c: "{1} that divide {2}".format(*_uneven(c)),
@@ -357,7 +291,8 @@ def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     """Write the module; refuse what is no sharding."""
     notes = [*shared_chips_note(choices), *([note] if (note := xla_note(choices)) else [])]
     refusals.check()
-    placed = placed_tensors(choices, choices.layout.micro_batch * choices.batch_ways)
+    sequences = choices.layout.micro_batch * choices.batch_ways
+    placed = placed_tensors(choices.model.train_program(), choices.strategy, choices.seq_len, sequences)
     mesh = Mesh.of({axis: n for axis in MESH_AXES[::-1] if (n := _devices(choices, axis)) > 1})
     devices = (("fsdp", choices.chip.devices_per_chip),) * (choices.chip.devices_per_chip > 1)
     policy = _policy(choices, notes)
