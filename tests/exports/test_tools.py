@@ -71,6 +71,12 @@ def test_what_is_found_for_a_tool_can_be_exported_to_it(job):
             assert found[0].estimate.step_time.expected >= best[0].estimate.step_time.expected * (1 - 1e-12)
 
 
+def test_jax_is_offered_no_split_that_is_uneven():
+    # On eight chips six replicas fill the batch better, and six do not divide the width of 1,024.
+    found = meshwise.plan_train("qwen3-0.6b", on="rtx-pro-6000:8", batch_tokens="512Ki", seq_len=4096, tool="jax")
+    assert all(taken_by(plan, "jax") for plan in found.plans)
+
+
 def _all_able(problem):
     return {t.name for t in tools_for(problem)}
 
