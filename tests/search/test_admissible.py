@@ -118,6 +118,29 @@ def hold_placements(case, generator):
         assert priced.seconds.min() == pytest.approx(min(every), rel=1e-8, abs=0)
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("vocab", [1024, 65536])
+def test_bounds_of_placements_of_dense_pipelines_are_nearly_their_prices(vocab, in_step):
+    """What is sent between stages counts, and what the busiest device does once a step, which a large head makes so."""
+    cluster = parse_cluster("h100:16")
+    job = TrainingJob(batch_tokens=str(32 * 1024), seq_len="1024", batch_slack="0%")
+    problem = TrainingProblem(
+        tiny(layers=8, vocab=vocab), job, cluster, fitted_calibration(cluster.chip, "xla"), in_step
+    )
+    choices = {"remat": ("none", "full"), "schedule": ("1f1b", "interleaved"), "context_method": ("gather",)}
+    pricing = pricing_of((problem, choices, None))
+    batch, _ = pricing.fitting(some_candidates(pricing, np.random.default_rng(1), 200, 400))
+    batch = batch.where((pricing.network.table.axis("stage", batch.at) > 1) & (batch.saving == 0))
+    placed = pricing.raised(unbounded(batch), everything, placed=True)
+    least = dict(zip(pricing.numbers(batch).tolist(), [math.inf] * len(batch), strict=True))
+    for priced in pricing.placed(batch):
+        for number, seconds in zip(pricing.numbers(priced.batch).tolist(), priced.seconds.tolist(), strict=True):
+            least[number] = min(least[number], seconds)
+    prices = np.array([least[number] for number in pricing.numbers(placed).tolist()])
+    assert (placed.bound <= prices).all()
+    assert (placed.bound >= 0.99 * prices).all()
+
+
 @pytest.mark.parametrize("zero", [(0, 1, 2), (1,)])
 def test_stages_in_step_hold_what_each_layout_holds_alone(zero):
     """Two stages divide 1,020 positions, not those of a device where four have a part; three no rows of the tables."""

@@ -114,6 +114,16 @@ class Pipeline:
         longest = maximum(ends, where(self.has_middle, works[1] + between, 0.0))
         return (shape.stages > 1) * (way * send + longest - maximum(*works))
 
+    def least_sends(self, late: int, send: Num, *, in_step: bool) -> Num:
+        """The least seconds of sends that a step waits for, whatever its devices work; arguments as above.
+
+        >>> Pipeline.of("1f1b", 4, 8).least_sends(0, 1.0, in_step=False)
+        6.0
+        """
+        if not late or in_step:
+            return self.waited_sends(late, (0.0, 0.0, 0.0), send, in_step=in_step)
+        return (self.shape.stages > 1) * (2.0 * (self.shape.stages - 1) * send)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

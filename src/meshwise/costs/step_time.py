@@ -48,6 +48,14 @@ def passes_makespan(sums: Mapping[str, RoleSums], calibration: Calibration, laye
     return pipeline.schedule.makespan(pipeline.shape, times)
 
 
+def passes_works(
+    sums: Mapping[str, RoleSums], calibration: Calibration, layers: int, pipeline: Pipeline
+) -> tuple[Num, Num, Num]:
+    """Seconds of a step that devices are at work on these passes, as `Schedule.works`."""
+    times = _times(sums, calibration, pipeline, chunk_shares(layers, pipeline))
+    return pipeline.schedule.works(pipeline.shape, times)
+
+
 _NOTHING_HIDDEN = dict.fromkeys(NETWORKS, 0.0)
 _NO_RESOURCES = dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0)
 _NO_TERMS = dict.fromkeys(TERMS, 0.0)
@@ -84,8 +92,8 @@ def step_time(
     micro = RoleSums.mixed(parts.sums, worked)
     once = _once(parts, micro, stored, shape, ledger)
     by_schedule = _hide_exchanges(micro, saved, pipeline.paired_passes(beside=calibration.beside_exchanges), shape)
-    send = _send(parts)
-    copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
+    send = send_seconds(rates, parts.boundary_bytes, parts.senders)
+    copied = _send_of(rates, copied_bytes) if schedule.copies > 1 else 0.0
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
     terms = _NO_TERMS | _in_step(micro.terms, microbatches, once.exposed)
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
@@ -321,16 +329,15 @@ def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str
     return total
 
 
-def _send(parts: StepParts) -> Num:
-    """Seconds of one send between neighbouring stages."""
-    if isinstance(parts.senders, float) and parts.senders == 1:
-        return _send_of(parts, parts.boundary_bytes)
-    links, wire = parts.rates.calibration.links, parts.rates.wires(("tensor",))
-    gathered = collective_time(CollectiveKind.ALL_GATHER, parts.boundary_bytes, wire, links=links)
-    return _send_of(parts, parts.boundary_bytes / parts.senders) + where(parts.senders > 1, gathered, 0.0)
+def send_seconds(rates: StepRates, boundary_bytes: Num, senders: Num) -> Num:
+    """Seconds of one send between neighbouring stages; arguments as in `StepParts`."""
+    if isinstance(senders, float) and senders == 1:
+        return _send_of(rates, boundary_bytes)
+    links, wire = rates.calibration.links, rates.wires(("tensor",))
+    gathered = collective_time(CollectiveKind.ALL_GATHER, boundary_bytes, wire, links=links)
+    return _send_of(rates, boundary_bytes / senders) + where(senders > 1, gathered, 0.0)
 
 
-def _send_of(parts: StepParts, num_bytes: Num) -> Num:
+def _send_of(rates: StepRates, num_bytes: Num) -> Num:
     """Seconds to send `num_bytes` along the stage axis, once."""
-    links = parts.rates.calibration.links
-    return collective_time(CollectiveKind.PERMUTE, num_bytes, parts.rates.wires(("stage",)), links=links)
+    return collective_time(CollectiveKind.PERMUTE, num_bytes, rates.wires(("stage",)), links=rates.calibration.links)

@@ -15,19 +15,21 @@ whole is a lower bound. Not here: bounds of groups of candidates (`bounds`), or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.arithmetic import Num, joined, maximum, minimum, take
+from meshwise.costs.arithmetic import Condition, Num, joined, maximum, minimum, take, where
+from meshwise.costs.evaluate import local_extents, rates_of
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.overlap import RoleSums, Sums
 from meshwise.costs.routing import Routing
 from meshwise.costs.step import CollectivePrices, Wires
-from meshwise.costs.step_time import free_share
+from meshwise.costs.step_time import free_share, passes_works, send_seconds
 from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic, weight_prices
 from meshwise.search.bounds import CHUNK, Bounds, expanded
 from meshwise.search.candidates import Array, CandidateBatch, CandidateTable, Index, distinct
@@ -131,6 +133,7 @@ class PlacementBounds:
         self.calibration = replace(calibration, late_once=tuple(w for w in calibration.late_once if w != "whole"))
         self._prices = Recent[CollectivePrices](2)
         self._traffic = self._columns()
+        self._boundaries: dict[LayoutChoices, Array] = {}
 
     def _columns(self) -> WeightColumns:
         ideal = isinstance(self.mappings, IdealMapping)
@@ -167,6 +170,7 @@ class PlacementBounds:
         mapping, key = first[row] + offset, self.bounds.key_of[batch.at[row]]
         sums, index = self._activations(self.network.variant_of[batch.choices[row]], self.bounds.size[key], mapping)
         traffic = self._traffic(batch.choices[row], mapping)
+        sends = self._sends(self.network.variant_of[batch.choices[row]], key, mapping)
         seconds, schedule = np.zeros(len(row)), batch.schedule[row]
         for s in np.unique(schedule):
             begin, end = np.searchsorted(schedule, (s, s + 1))
@@ -174,7 +178,7 @@ class PlacementBounds:
                 some = slice(at, min(at + CHUNK, int(end)))
                 own = {role: of.at(index[some]) for role, of in sums.items()}
                 moved = {role: of[:, some] for role, of in traffic.items()}
-                seconds[some] = self._seconds(int(s), key[some], own, moved)
+                seconds[some] = self._seconds(int(s), key[some], own, moved, sends[some])
         # Terms are added up in another order.
         begins = np.cumsum(number) - number
         return np.asarray((1 - 1e-9) * np.minimum.reduceat(seconds / self.bounds.tokens[key], begins))
@@ -211,6 +215,28 @@ class PlacementBounds:
         found = [self.bounds.mixed(self.network.variants[v], sums) for v in variants]
         return joined(found, [len(first)] * len(found)), which * len(first) + entry
 
+    def _sends(self, variant: Index, key: Index, mapping: Index) -> Array:
+        """Seconds of one send between neighbouring stages, 0 where there is one stage."""
+        found = np.zeros(len(key))
+        pipelines = np.flatnonzero(self.bounds.stages[self.bounds.pipe[key]] > 1)
+        for v in np.unique(variant[pipelines]):
+            mine = pipelines[variant[pipelines] == v]
+            size, choices = self.bounds.size[key[mine]], self.network.variants[v].with_remat()
+            rates = rates_of(self.bounds.problem, choices, self.mappings.links(mapping[mine]), bounded=False)
+            scattered = rates.calibration.scattered_sends and not choices.sequence_parallel
+            senders = take(self.network.table.sizes.tensor, size) if scattered else 1.0
+            found[mine] = send_seconds(rates, self._boundary_bytes(choices)[size], senders)
+        return found
+
+    def _boundary_bytes(self, choices: LayoutChoices) -> Array:
+        """Bytes that a device sends to the next stage per microbatch and direction, of all sizes of its own work."""
+        if choices not in self._boundaries:
+            problem, bounds = self.bounds.problem, self.bounds
+            total = problem.lowered.between_stages(choices, problem.model.between_stages)
+            num_bytes = local_extents(problem, choices, self.network.table.sizes).weighted(total)
+            self._boundaries[choices] = np.broadcast_to(num_bytes, bounds.num_sizes)
+        return self._boundaries[choices]
+
     def _evaluate_traffic(self, choices: LayoutChoices, mapping: Index) -> dict[str, WeightTraffic]:
         problem = self.bounds.problem
 
@@ -221,7 +247,9 @@ class PlacementBounds:
         prices = self._prices((choices.expert_tensor_parallel, mapping.tobytes()), made)
         return evaluate_weight_traffic(problem, choices, prices)
 
-    def _seconds(self, s: int, key: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic]) -> Num:
+    def _seconds(
+        self, s: int, key: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic], send: Array
+    ) -> Num:
         """Seconds of a step: its passes with the weight traffic that they expose, what happens once, and the update."""
         late: dict[str, RoleSums] = {}
         busy: Num = 0.0
@@ -229,15 +257,40 @@ class PlacementBounds:
             forward = self._exposed(traffic[role][0], own.cover[Purpose.WEIGHTS])
             backward = self._exposed(traffic[role][1], own.cover[Purpose.GRADIENTS]) + traffic[role][4]
             busy = busy + sum(own.passes.values()) - sum(own.exchanged.values()) + forward + backward
-            late[role] = replace(own, passes=Sums(own.passes))
-            late[role].passes.add("forward", forward)
-            late[role].passes.add("weights", backward)
+            late[role] = _with(own, forward, backward)
         # No schedule is faster than all devices computing all the time.
         all_busy = busy * self.bounds.per_token[key] * self.bounds.tokens[key]
         # Where gradients of weights wait for nothing, it matters to which pass what is exposed belongs.
-        splits = self.bounds.pipeline(s)[0].schedule.splits_backward
+        pipeline, splits = self.bounds.pipeline(s)[0], self.bounds.pipeline(s)[0].schedule.splits_backward
         passes: Num = maximum(self.bounds.makespan(sums if splits else late, s, key), all_busy)
-        return passes + self._once(s, self.bounds.pipe[key], sums, traffic)
+        once = self._once(s, self.bounds.pipe[key], sums, traffic, self._may_be_busiest(s, key, sums, late, traffic))
+        if not send.any():
+            return passes + once
+        waits = self.calibration.sends_waited_for(pipeline.schedule.name)
+        sent = pipeline.at(self.bounds.pipe[key]).least_sends(waits, send, in_step=self.calibration.compiled)
+        return passes + once + sent
+
+    def _may_be_busiest(
+        self,
+        s: int,
+        key: Index,
+        sums: Mapping[str, RoleSums],
+        late: Mapping[str, RoleSums],
+        traffic: Mapping[str, WeightTraffic],
+    ) -> tuple[Condition, Condition, Condition]:
+        """Whether the first device, one between and the last may be at work longest.
+
+        With all of the weight traffic exposed none works longer. Of ideal links, and where gradients of positions are
+        summed, only that is known which devices there are.
+        """
+        pipeline, model = self.bounds.pipeline(s)[0].at(self.bounds.pipe[key]), self.bounds.problem.model
+        if isinstance(self.mappings, IdealMapping) or "P" in model.sizes or not (pipeline.shape.stages > 1).any():
+            return True, pipeline.has_middle, True
+        most = {role: _with(own, traffic[role][0], traffic[role][1] + traffic[role][4]) for role, own in sums.items()}
+        calibration, layers = self.bounds.problem.calibration, self.bounds.layers
+        busiest = (1 - 1e-9) * maximum(*passes_works(late, calibration, layers, pipeline))
+        first, between, last = (work >= busiest for work in passes_works(most, calibration, layers, pipeline))
+        return first, between & pipeline.has_middle, last
 
     def _exposed(self, moved: Num, cover: Num) -> Num:
         """Seconds of traffic that stick out of `cover`, or that its compute loses."""
@@ -245,7 +298,14 @@ class PlacementBounds:
         exposed: Num = maximum(lost * moved, moved - (1 - lost) * cover)
         return exposed
 
-    def _once(self, s: int, pipe: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic]) -> Num:
+    def _once(
+        self,
+        s: int,
+        pipe: Index,
+        sums: Mapping[str, RoleSums],
+        traffic: Mapping[str, WeightTraffic],
+        busiest: tuple[Condition, Condition, Condition],
+    ) -> Num:
         """Exposed seconds of what happens once a step on the device on which that is least, and the longest update.
 
         Gradients hide behind the last backward pass, new weights behind the next forward pass.
@@ -253,12 +313,13 @@ class PlacementBounds:
         Args:
             s, pipe: schedule and sizes of the pipelines.
             sums, traffic: by role, what hides, and what moves.
+            busiest: which of the devices may be the busiest.
         """
-        least: Num | None = None
+        least: Num = math.inf
         update: Num = 0.0
         pipeline, _, _, devices = self.bounds.pipeline(s)
         shape = pipeline.at(pipe).shape
-        for shares in devices:
+        for shares, may_be in zip(devices, busiest, strict=True):
             there: Num = 0.0
             stored = {role: take(share, pipe) for role, share in shares.items()}
             for row, purpose in ((2, Purpose.GRADIENTS), (3, Purpose.WEIGHTS)):
@@ -270,7 +331,14 @@ class PlacementBounds:
                         cover = cover + stored[role] * sums[role].cover[purpose]
                 layers = self.bounds.layers * stored["layer"]
                 there = there + self._exposed(moved, cover * free_share(purpose, self.calibration, shape, layers))
-            least = there if least is None else minimum(least, there)
+            least = minimum(least, where(may_be, there, math.inf))
             update = maximum(update, sum(stored[role] * of[5] for role, of in traffic.items()))
-        assert least is not None
         return least + update
+
+
+def _with(own: RoleSums, forward: Num, backward: Num) -> RoleSums:
+    """The same with seconds of weight traffic in its passes."""
+    found = replace(own, passes=Sums(own.passes))
+    found.passes.add("forward", forward)
+    found.passes.add("weights", backward)
+    return found
