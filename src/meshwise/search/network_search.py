@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from meshwise.costs.schedules import find_schedule
 from meshwise.search.bounds import CHUNK, Groups
 from meshwise.search.candidates import Array, CandidateBatch, Index, Mask
 from meshwise.search.pricing import Priced, Pricing
@@ -63,6 +64,7 @@ class NetworkSearch:
         self.waiting = CandidateBatch.none()
         self.rest = 0.0  # no bound is below it of what is neither priced nor waits
         self.looked_at = np.zeros(0, int)  # numbers of candidates that the first look has priced
+        self.splits_backward = np.array([find_schedule(s.schedule).splits_backward for s in self.network.schedules])
         self.kinds, self.kind_of = pricing.kinds  # and which of them each of the bounds' keys is of
 
     def run(self) -> None:
@@ -160,21 +162,33 @@ class NetworkSearch:
         batch = self.waiting.by_bound()
         leaders = self._leaders(batch)
         batch = self._expand_of(batch, leaders[self.below_cut(batch.bound[leaders])])
-        size, ways = min(_GO, most), 1  # of the layout choices, for each takes time of its own
+        size, ways, alike = min(_GO, most), 1, 1  # of the layout choices, for each takes time of its own
         while most > 0 and len(worthy := np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))):
             # The others wait on: they may be on the front.
-            new = worthy[~batch.placed[worthy]]
-            if (
-                math.isfinite(self.state.ranking.cut) and len(np.unique(batch.choices[new])) > _FEW_WAYS
-            ):  # bounds take less time than what they rule out
-                batch = self._bounded_when_placed(batch, new)
+            if math.isfinite(self.state.ranking.cut) and self._has_many_ways(batch, worthy):
+                batch = self._bounded_when_placed(batch, worthy[~batch.placed[worthy]])
                 worthy = np.flatnonzero(self.below_cut(batch.bound, self.cuts(self._key(batch))))
-            chosen = worthy[: _go_of(size, len(worthy))]
-            chosen = chosen[of_first(batch.choices[chosen], ways)]
+            if self._are_tight(batch, worthy):  # of each kind the first
+                first = worthy[_of_each(self.kind_of[self._key(batch.take(worthy))], alike)]
+                chosen, alike = first[: alike * self.state.ranking.top], _GROWTH * alike
+            else:
+                chosen = worthy[: _go_of(size, len(worthy))]
+                chosen = chosen[of_first(batch.choices[chosen], ways)]
+                size, ways = min(_GROWTH * size, CHUNK), 2 * ways
             batch = self._expand_of(batch, chosen)
-            most, size, ways = most - len(chosen), min(_GROWTH * size, CHUNK), 2 * ways
+            most -= len(chosen)
             self._raise_floor(batch.bound)
         self.waiting = batch
+
+    def _are_tight(self, batch: CandidateBatch, which: Index) -> bool:
+        """Whether prices of some are nearly their bounds: those of placements, but for backward passes in two parts."""
+        tight = batch.placed[which] & ~self.splits_backward[batch.schedule[which]]
+        return len(which) > 0 and bool(tight.all())
+
+    def _has_many_ways(self, batch: CandidateBatch, which: Index) -> bool:
+        """Whether bounds of placements take less time than what they rule out: of some that have none yet."""
+        new = which[~batch.placed[which]]
+        return len(new) > 0 and len(np.unique(batch.choices[new])) > _FEW_WAYS
 
     def _bounded_when_placed(self, batch: CandidateBatch, which: Index) -> CandidateBatch:
         """The batch, best bound first, some of it with bounds of placements."""
@@ -305,8 +319,14 @@ class NetworkSearch:
         go = self._leaders(batch)
         while len(batch := self._mattering(batch)):
             if not len(go):
+                if len(batch) <= _MANY and math.isfinite(self.state.ranking.cut):
+                    every = np.arange(len(batch))
+                    if self._has_many_ways(batch, every):
+                        batch = self._bounded_when_placed(batch, every[~batch.placed])
+                        continue
                 go = np.arange(_go_of(size, len(batch)))
-                go, ways = go[of_first(batch.choices[go], ways)], 4 * ways
+                if not batch.placed[go].all():
+                    go, ways = go[of_first(batch.choices[go], ways)], 4 * ways
             self.state.priced += len(fitting := self._fitting(batch.take(go)))
             self.waiting = CandidateBatch.joined([self.waiting, self._mattering(fitting)])
             batch = batch.take(np.delete(np.arange(len(batch)), go))
@@ -369,6 +389,15 @@ class NetworkSearch:
     def _undominated(self, batch: CandidateBatch) -> CandidateBatch:
         front = self.state.front
         return batch.where((batch.bound < front.reach) & ~front.dominated(batch.bound, batch.memory))
+
+
+def _of_each(kinds: Index, number: int) -> Mask:
+    """Which are among the first so many of their kind."""
+    order = np.argsort(kinds, kind="stable")
+    nth = np.arange(len(order)) - np.searchsorted(kinds[order], kinds[order])
+    found = np.zeros(len(order), bool)
+    found[order] = nth < number
+    return found
 
 
 def _go_of(size: int, left: int) -> int:
