@@ -16,7 +16,7 @@ import numpy as np
 from accuracy_page import check, errors_table, tell, write
 
 from meshwise.costs.fitted import SOFTWARE, fitted_calibration
-from meshwise.costs.spread import SPREADS, WIDTH, interval_of, relative_spread
+from meshwise.costs.spread import SPREADS, WIDTH, interval_of
 from meshwise.hardware import load_chip
 from meshwise.scoring import TrainingPrediction, TrainingRun, TrainingScore, score_training, shipped_rows
 from meshwise.scoring.anchoring import anchor_each
@@ -172,8 +172,7 @@ def _without_chip(held_out: HeldOut) -> dict[str, str]:
 
 def _widened(p: TrainingPrediction, others: list[TrainingPrediction]) -> TrainingPrediction:
     """With the interval that a row has where these others were measured."""
-    spread = relative_spread(p.estimate.terms, causes_beside(p, others))
-    return replace(p, likely=interval_of(p.expected, p.bound, spread))
+    return replace(p, likely=interval_of(p.expected, p.bound, p.spread(causes_beside(p, others))))
 
 
 def _constants(held_out: HeldOut) -> str:

@@ -7,9 +7,9 @@ import pytest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, anchored
-from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.estimate import evaluate_layout, launched_share
 from meshwise.costs.fitted import find_calibration, fitted_calibration
-from meshwise.costs.spread import OWN_SPREAD, relative_spread, spread_parts
+from meshwise.costs.spread import OWN_SPREAD, SPREADS, WIDTH, relative_spread, spread_parts
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout
@@ -101,6 +101,31 @@ def test_what_was_not_measured_widens_intervals():
     family = relative_spread(terms, fitted_calibration(load_chip("mi300x")).uncertainty_sources)
     assert known < chip < family
     assert relative_spread(terms, ("unnamed",)) > known
+
+
+def launched(own, **changes):
+    """Share of a step in which hosts are waited for."""
+    problem = replace(own.problem, calibration=replace(IDENTITY, **changes))
+    return launched_share(problem, own.fabric, own.layout, step(own, **changes).expected)
+
+
+def test_hosts_that_launch_layers_with_experts_are_a_share_of_a_step():
+    """None without launches, all where they take a second each, more the longer they take; of dense models none."""
+    own = PLAIN._replace(problem=replace(PLAIN.problem, model=MIXTURE))
+    assert launched(PLAIN, mixture_launch=1.0) == launched(own) == 0.0
+    assert launched(own, mixture_launch=1.0) == pytest.approx(1.0, abs=1e-3)
+    shares = [launched(own, mixture_launch=seconds) for seconds in (1e-6, 1e-4, 1e-2)]
+    assert 0.0 <= shares[0] < shares[1] < shares[2] < 1.0
+    times = [step(own, mixture_launch=1e-4 * factor).expected for factor in (1.0, 1.01)]
+    assert shares[1] == pytest.approx(100 * (times[1] / times[0] - 1), rel=0.05)
+
+
+def test_launches_widen_intervals_by_their_share():
+    terms = {"forward": 1.0, "backward": 2.0}
+    assert "launches" not in spread_parts(terms, ("mixture",))
+    parts = spread_parts(terms, ("mixture",), launched=0.25)
+    assert parts["launches"] == pytest.approx(WIDTH * 0.25 * SPREADS["launches"].sigma)
+    assert relative_spread(terms, ("mixture",), 0.25) > relative_spread(terms, ("mixture",))
 
 
 def test_an_anchored_calibration_is_slower_by_its_factor_and_surer():

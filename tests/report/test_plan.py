@@ -202,6 +202,8 @@ def test_a_calibration_that_was_compared_with_steps_gives_an_interval():
     assert "no overlap, expected rates" in text
     assert f"software {9 * WIDTH:.1f} %" in text
     assert f"mixture {14 * WIDTH:.1f} %" in text
+    assert "launches" in text
+    assert "launches" not in shown(estimate_report(planning([dense]), {}), whole=True)
     assert f"family {14 * WIDTH:.1f} %" in shown(estimate_report(planning([inherited]), {}), whole=True)
 
 

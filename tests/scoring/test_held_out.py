@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from meshwise.costs.fitted import SOFTWARE
-from meshwise.costs.spread import EIGHTY_PERCENT, WIDTH, relative_spread
+from meshwise.costs.spread import EIGHTY_PERCENT, SPREADS, WIDTH, relative_spread
 from meshwise.scoring import TrainingRun, predict_training, shipped_rows
 from meshwise.scoring.held_out import FREEDOMS, HeldOut, held_by_next, mean_of, rests_on
 from meshwise.scoring.software import RECIPES
@@ -123,3 +124,15 @@ def test_a_constant_rests_on_the_sources_whose_steps_it_moves(held_out):
     assert found["passes.eager"] == ("llmfoundry",)
     assert found["matmul.ampere"] == ("korthikanti", "llmfoundry", "vtrain", "bloomprequel")
     assert found["matmul.tpu"] == ()
+
+
+def test_mixtures_that_wait_for_hosts_are_less_sure_than_those_of_one_graph():
+    """DeepSeek-V3 on GB300: NeMo 26.04.01 launches kernels one by one, recipes of 26.06 make a step one graph."""
+    one_by_one, graph = (predict_training(RUNS[name]) for name in ("T-mbridge-0175", "T-mbridge-0079"))
+    assert one_by_one.calibration.mixture_launch > graph.calibration.mixture_launch == 0.0
+    assert one_by_one.launched > graph.launched == 0.0
+    for p in (one_by_one, graph):
+        own = p.launched * SPREADS["launches"].sigma * WIDTH
+        plain = relative_spread(p.estimate.terms, p.scenario.causes)
+        assert p.spread(p.scenario.causes) == pytest.approx(math.hypot(plain, own))
+        assert p.likely.high == pytest.approx(p.expected * math.exp(EIGHTY_PERCENT * math.hypot(plain, own)))

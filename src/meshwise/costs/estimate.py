@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwise.core.errors import LayoutError
@@ -20,6 +20,7 @@ from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, fills, num_layers
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.spread import spread_parts
 from meshwise.costs.step import Ledger
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
@@ -283,6 +284,35 @@ def estimate_of(
         recompute_flops=_recompute_flops(problem, structure, candidates, layout.sequences),
         peak_flops_per_s=problem.cluster.chip.peak(problem.job.formats.compute),
     )
+
+
+#: By how much the logarithm of what a host takes for a launch is changed, to see what a step changes by.
+_LATER = 0.05
+
+
+def launched_share(problem: TrainingProblem, fabric: Fabric, layout: Layout, expected: float) -> float:
+    """Share of a step in which devices wait for hosts to launch layers with experts: it grows in proportion to that.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        fabric: the network, or the part of it that the layout uses.
+        layout: with wires.
+        expected: seconds of its step.
+
+    Returns: 0 for dense models, and where nothing is launched one by one.
+    """
+    launch = problem.calibration.mixture_launch
+    if not (launch and problem.model.mixtures):
+        return 0.0
+    later = replace(problem.calibration, mixture_launch=launch * math.exp(_LATER))
+    costs = evaluate_layout(replace(problem, calibration=later), fabric, layout)
+    return math.log(float(costs.step.expected) / expected) / _LATER
+
+
+def step_spread(problem: TrainingProblem, fabric: Fabric, layout: Layout, estimate: Estimate) -> dict[str, float]:
+    """Each cause's standard deviation of the logarithm of a step's time (`costs.spread`), of an estimated layout."""
+    launched = launched_share(problem, fabric, layout, estimate.step_time.expected)
+    return spread_parts(estimate.terms, problem.uncertainty_sources, launched)
 
 
 def training_run(problem: TrainingProblem, estimate: Estimate) -> TrainingRun | None:

@@ -30,7 +30,8 @@ class Spread:
     why: str
 
 
-#: Cause -> how much. Those that name a term of the step count with that term's share of the time.
+#: Cause -> how much. Those that name a term of the step count with that term's share of the time, launches with the
+#: share that they decide (`estimate.launched_share`).
 SPREADS = {
     "software": Spread(0.09, "releases of the same software differ, as do kernels, clocks and clusters"),
     "finished": Spread(0.04, "in place of software: of a generation without more releases"),
@@ -41,6 +42,7 @@ SPREADS = {
     "zero": Spread(0.03, "what replicas share out is not known"),
     "micro_batch": Spread(0.10, "the microbatch is not known"),
     "mixture": Spread(0.14, "kernels and exchanges of experts change between releases by a quarter"),
+    "launches": Spread(0.40, "what hosts take to launch layers with experts: a dozen launches and a synchronisation"),
     "engine": Spread(0.12, "releases of serving engines, their settings, and lengths of requests differ"),
     "experts": Spread(0.21, "in place of mixture, of engines: they differ more in kernels and exchanges of experts"),
     "model": Spread(0.12, "no steps of engines with a model of as many layers and as wide were measured"),
@@ -88,19 +90,21 @@ def uncertainty_sources(calibration: Calibration, model: Model, compute: DType |
     return (*found, *own, *((mixture,) if model.mixtures else ()))
 
 
-def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> dict[str, float]:
+def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = (), launched: float = 0.0) -> dict[str, float]:
     """Each cause's standard deviation of the logarithm of a step's time, `WIDTH` or `SERVING_WIDTH` times that stated.
 
     Args:
         terms: exposed seconds by name.
         unknown: causes of `SPREADS` that are open: "remat", "zero", "micro_batch", "mixture", "family", ...; "anchored"
             stands in place of those that measured layouts of the machine share, "finished" in place of "software".
+        launched: share of the step in which devices wait for hosts to launch layers with experts.
     """
     total = sum(terms.values())
     shares = dict.fromkeys(("compute", "communication", "overheads"), 0.0)
     for name, seconds in terms.items():
         shares[_TERMS[name]] += seconds / total
     parts = {"software": SPREADS["software"].sigma}
+    shares["launches"] = launched
     parts |= {cause: share * SPREADS[cause].sigma for cause, share in shares.items() if share}
     if {"anchored", "finished"} & {*unknown}:
         del parts["software"]
@@ -110,9 +114,9 @@ def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> d
     return {cause: width * s for cause, s in (parts | {cause: SPREADS[cause].sigma for cause in unknown}).items()}
 
 
-def relative_spread(terms: Mapping[str, float], unknown: Collection[str] = ()) -> float:
+def relative_spread(terms: Mapping[str, float], unknown: Collection[str] = (), launched: float = 0.0) -> float:
     """The standard deviation of the logarithm of a step's time; arguments as in `spread_parts`."""
-    return math.hypot(*spread_parts(terms, unknown).values())
+    return math.hypot(*spread_parts(terms, unknown, launched).values())
 
 
 #: Causes whose effect all layouts of a machine, a model and its software share.

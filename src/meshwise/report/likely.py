@@ -6,7 +6,7 @@ Only for calibrations whose whole steps were compared with measured ones. Not he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -14,7 +14,8 @@ from rich.console import RenderableType
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_time
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.spread import EIGHTY_PERCENT, SPREADS, likely_interval, relative_spread, spread_parts
+from meshwise.costs.estimate import step_spread
+from meshwise.costs.spread import EIGHTY_PERCENT, SPREADS, interval_of
 from meshwise.report.table import Columns, tabulate, words
 from meshwise.search import Plan
 
@@ -30,23 +31,24 @@ def has_interval(calibration: Calibration) -> bool:
 
 def likely_data(plan: Plan) -> dict[str, list[float]]:
     """The interval for JSON, beside the bounds; nothing under other calibrations."""
-    return {"interval_80": list(_interval(plan))} if has_interval(plan.problem.calibration) else {}
+    return {"interval_80": list(_interval(plan, _parts(plan)))} if has_interval(plan.problem.calibration) else {}
 
 
 def likely_words(plan: Plan) -> str:
     """The interval and its causes, in one line; empty for calibrations without one."""
     if not has_interval(plan.problem.calibration):
         return ""
-    low, high = _interval(plan)
-    parts = ", ".join(f"{words(cause)} {100 * s:.1f} %" for cause, s in _parts(plan).items())
-    return f"Four of five such steps take {format_time(low)} to {format_time(high)} (spread: {parts})"
+    parts = _parts(plan)
+    low, high = _interval(plan, parts)
+    causes = ", ".join(f"{words(cause)} {100 * s:.1f} %" for cause, s in parts.items())
+    return f"Four of five such steps take {format_time(low)} to {format_time(high)} (spread: {causes})"
 
 
 def likely_range(plan: Plan) -> str:
     """The interval in few words; empty for calibrations without one."""
     if not has_interval(plan.problem.calibration):
         return ""
-    low, high = _interval(plan)
+    low, high = _interval(plan, _parts(plan))
     return f"80 % of such steps: {format_time(low)} to {format_time(high)}"
 
 
@@ -56,9 +58,9 @@ def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
     if not has_interval(calibration):
         return ()
     step, parts = plan.estimate.step_time, _parts(plan)
-    low, high = _interval(plan)
+    low, high = _interval(plan, parts)
     squares = " + ".join(f"{s:.3f}^2" for s in parts.values())
-    spread = relative_spread(plan.estimate.terms, plan.problem.uncertainty_sources)
+    spread = math.hypot(*parts.values())
     causes = "; ".join(f"{words(cause)}: {SPREADS[cause].why}" for cause in parts)
     return (
         Explanation(
@@ -94,13 +96,12 @@ def constants_data(calibration: Calibration) -> dict[str, Any]:
 
 
 def _parts(plan: Plan) -> dict[str, float]:
-    return spread_parts(plan.estimate.terms, plan.problem.uncertainty_sources)
+    return step_spread(plan.problem, plan.fabric, plan.layout, plan.estimate)
 
 
-def _interval(plan: Plan) -> tuple[float, float]:
+def _interval(plan: Plan, parts: Mapping[str, float]) -> tuple[float, float]:
     step = plan.estimate.step_time
-    causes = plan.problem.uncertainty_sources
-    likely = likely_interval(step.expected, step.lower, plan.estimate.terms, causes)
+    likely = interval_of(step.expected, step.lower, math.hypot(*parts.values()))
     return likely.low, likely.high
 
 

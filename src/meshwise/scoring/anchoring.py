@@ -19,7 +19,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration, anchored
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.spread import EIGHTY_PERCENT, OWN_SPREAD, relative_spread, shared_spread
+from meshwise.costs.spread import EIGHTY_PERCENT, OWN_SPREAD, shared_spread
 from meshwise.scoring.prediction import Refusal
 from meshwise.scoring.reading import read_rows, read_text
 from meshwise.scoring.rows import TrainingRun, UnreadRow
@@ -180,7 +180,7 @@ def _others(measured: TrainingPrediction, group: Sequence[TrainingPrediction]) -
 def _left(p: TrainingPrediction) -> float:
     """The spread that is left where another layout of the machine was measured."""
     causes = {*p.scenario.open, "anchored"} | {*p.scenario.causes} & {"mixture"}
-    return relative_spread(p.estimate.terms, causes)
+    return p.spread(causes)
 
 
 def anchor_file(problem: TrainingProblem, path: str) -> Anchor:

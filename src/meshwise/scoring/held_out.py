@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.spread import EIGHTY_PERCENT, WIDTH, interval_of, relative_spread
+from meshwise.costs.spread import EIGHTY_PERCENT, WIDTH, interval_of
 from meshwise.scoring.constants import Constant
 from meshwise.scoring.fitting import Fit, FittedRows, Sensitivities, sensitivities, training_fit
 from meshwise.scoring.training import TrainingPrediction, build_scenario, predict_training
@@ -206,7 +206,7 @@ def _freed(c: Constant, freedom: float) -> Constant:
 def _stated(p: TrainingPrediction, rows: Sequence[TrainingPrediction]) -> float:
     """The spread that is stated of a row where only other sources have measured its chip and format."""
     others = [q for q in rows if q.run.source != p.run.source]
-    return relative_spread(p.estimate.terms, causes_beside(p, others)) / WIDTH
+    return p.spread(causes_beside(p, others)) / WIDTH
 
 
 def causes_beside(p: TrainingPrediction, others: Sequence[TrainingPrediction]) -> set[str]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 
 from meshwise.core.errors import MeshwiseError, refused_value
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.estimate import Estimate, evaluate_layout
+from meshwise.costs.estimate import Estimate, evaluate_layout, launched_share
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
-from meshwise.costs.spread import likely_interval
+from meshwise.costs.spread import interval_of, relative_spread
 from meshwise.hardware import Chip, Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
@@ -271,6 +271,17 @@ class TrainingPrediction(Prediction):
     estimate: Estimate
     layout: Layout
 
+    @cached_property
+    def launched(self) -> float:
+        """Share of the step in which devices wait for hosts to launch layers with experts."""
+        problem = self.scenario.problem
+        fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+        return launched_share(problem, fabric, self.layout, self.estimate.step_time.expected)
+
+    def spread(self, causes: Collection[str]) -> float:
+        """The standard deviation of the logarithm of its time, where these are the causes (`costs.spread`)."""
+        return relative_spread(self.estimate.terms, causes, self.launched)
+
     def seconds_under(self, calibration: Calibration) -> float:
         """As in `Prediction`; the layout stays."""
         problem = replace(self.scenario.problem, calibration=calibration)
@@ -299,7 +310,7 @@ def predict_training(
             plan = _planned(scenario)
     except MeshwiseError as error:
         return Refusal(run, str(error))
-    estimate, step, likely = plan.estimate, plan.estimate.step_time, None
+    estimate, step = plan.estimate, plan.estimate.step_time
     expected, bound = step.expected, step.lower
     memory, spared = _spared(scenario, estimate)
     scenario = replace(scenario, assumed=(*scenario.assumed, *spared))
@@ -312,11 +323,10 @@ def predict_training(
             return Refusal(run, does_not_fit(memory, estimate.hbm_capacity))
         faster = f"{measured:.4g} s a step is faster than the chips' data sheets allow"
         return Refusal(run, f"{faster}, at least {step.lower:.4g} s ({estimate.bound}); {WRONG}")
-    else:
-        likely = likely_interval(expected, bound, estimate.terms, scenario.causes)
-    return TrainingPrediction(
-        scenario, estimate, estimate.terms, memory, measured, expected, bound, likely, plan.layout
-    )
+    found = TrainingPrediction(scenario, estimate, estimate.terms, memory, measured, expected, bound, None, plan.layout)
+    if run.is_memory:
+        return found
+    return replace(found, likely=interval_of(expected, bound, found.spread(scenario.causes)))
 
 
 def _planned(scenario: TrainingScenario) -> Plan:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.spread import EIGHTY_PERCENT, likely_interval, relative_spread
+from meshwise.costs.estimate import step_spread
+from meshwise.costs.spread import EIGHTY_PERCENT, interval_of
 from meshwise.search.completed import MAX_MEMORY, check_request, is_usual, search_layout
 from meshwise.search.plan import Plan
 from meshwise.search.tools import Tool
@@ -229,9 +230,9 @@ def explain_measured(plan: Plan, seconds: float) -> Measured:
         seconds: of a step, the median of some.
     """
     e = plan.estimate
-    causes = plan.problem.uncertainty_sources
-    likely = likely_interval(e.step_time.expected, e.step_time.lower, e.terms, causes)
-    spread = math.exp(EIGHTY_PERCENT * relative_spread(e.terms, causes))
+    relative = math.hypot(*step_spread(plan.problem, plan.fabric, plan.layout, e).values())
+    likely = interval_of(e.step_time.expected, e.step_time.lower, relative)
+    spread = math.exp(EIGHTY_PERCENT * relative)
     excess = seconds - e.step_time.expected
     rows = [_excess(name, s, e.hidden.get(name, 0.0), excess, spread) for name, s in e.terms.items()]
     order = {"hidden": 0, "spread": 1, "slow": 2, "no": 3}
