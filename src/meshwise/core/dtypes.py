@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from enum import StrEnum
+from typing import Self
 
 from meshwise.core.errors import UnknownNameError
 
@@ -25,19 +26,19 @@ class DType(StrEnum):
     FP4 = "fp4"
     MXFP4 = "mxfp4"
 
-    @property
-    def bits(self) -> int:
-        """Bits of one element in memory (tf32 is a compute format of fp32 data)."""
-        return _BITS[self]
+    bits: int
+    """Bits of one element in memory: the digits of the name (tf32 is a compute format of fp32 data)."""
+    bytes: float
+    """Bytes of one element in memory; half a byte for four-bit formats."""
 
-    @property
-    def bytes(self) -> float:
-        """Bytes of one element in memory; half a byte for four-bit formats."""
-        return _BITS[self] / 8
+    def __new__(cls, value: str) -> Self:
+        """Work out once what is asked for by the ten thousand."""
+        one = str.__new__(cls, value)
+        one._value_ = value
+        one.bits = int(value.lstrip(string.ascii_lowercase))
+        one.bytes = one.bits / 8
+        return one
 
-
-#: The digits of the names; tf32 is kept as fp32.
-_BITS = {dtype: int(dtype.value.lstrip(string.ascii_lowercase)) for dtype in DType}
 
 _SPELLINGS = {
     DType.FP32: ("float32", "f32"),

@@ -42,10 +42,11 @@ class Distinct(Generic[T]):
 
     def __call__(self, value: T) -> int:
         """The number of `value`, a new one if it was not asked for before."""
-        number = self._numbers.get(value)
-        if number is None:
-            number = self._numbers[value] = len(self.values)
-            self.values.append(value)
+        numbers = self._numbers
+        if value in numbers:
+            return numbers[value]
+        number = numbers[value] = len(self.values)
+        self.values.append(value)
         return number
 
 
@@ -72,21 +73,21 @@ class Symbols:
 
     def held(self, held: Held) -> Volume:
         """The volume of a tensor's block."""
-        return self.block(held.tensor.axes, held.sharding.splits)
+        key = held.tensor.axes, held.sharding.splits
+        return self._held[key] if key in self._held else self.block(*key)
 
     def block(self, axes: Split, splits: tuple[Split, ...]) -> Volume:
         """The volume of a block with these axes and splits, which is asked for often."""
         key = axes, splits
-        known = self._held.get(key)
-        if known is None:
-            known = self._held[key] = self.volume(*key)
-        return known
+        if key not in self._held:
+            self._held[key] = self.volume(*key)
+        return self._held[key]
 
     def sum(self, terms: Iterable[tuple[Volume, float]]) -> WeightedSum:
         """A weighted sum; terms of equal volumes are merged."""
         merged: dict[Volume, float] = {}
         for volume, weight in terms:
-            merged[volume] = merged.get(volume, 0.0) + weight
+            merged[volume] = merged[volume] + weight if volume in merged else 0.0 + weight
         return self.sums(tuple(map(self.terms, merged.items())))
 
     def held_bytes(self, held: Iterable[Held], precision: Precision) -> WeightedSum:
@@ -129,13 +130,12 @@ class Extents:
 
     def devices(self, split: Split) -> Num:
         """Devices along the mesh axes of `split` together."""
-        known = self._devices.get(split)
-        if known is None:
-            known = 1.0
+        if split not in self._devices:
+            known: Num = 1.0
             for axis in split:
                 known = known * self.mesh[axis]
             self._devices[split] = known
-        return known
+        return self._devices[split]
 
     def remote_fraction(self, split: Split) -> Num:
         """Share of an array split over `split` that a device does not hold."""
@@ -158,16 +158,16 @@ class Extents:
 
     def volume(self, volume: Volume) -> Num:
         """Product of its local lengths."""
-        known = self._volumes.get(volume)
-        if known is None:
-            symbols, lengths = self.symbols, self._lengths
-            for number in symbols.volumes.values[volume]:
-                length = lengths.get(number)
-                if length is None:
-                    length = lengths[number] = self.length(*symbols.lengths.values[number])
-                known = length if known is None else known * length
-            known = self._volumes[volume] = 1.0 if known is None else known
-        return known
+        if volume in self._volumes:
+            return self._volumes[volume]
+        symbols, lengths = self.symbols, self._lengths
+        known: Num | None = None
+        for number in symbols.volumes.values[volume]:
+            if number not in lengths:
+                lengths[number] = self.length(*symbols.lengths.values[number])
+            known = lengths[number] if known is None else known * lengths[number]
+        self._volumes[volume] = 1.0 if known is None else known
+        return self._volumes[volume]
 
     def tiled(self, volume: Volume, unit: int) -> Num:
         """Padded over real length when a volume is rounded up to whole tiles of `unit`."""
@@ -179,17 +179,17 @@ class Extents:
 
     def weighted(self, total: WeightedSum) -> Num:
         """A sum of volumes, each times its weight."""
-        known = self._sums.get(total)
-        if known is None:
-            symbols, terms = self.symbols, self._terms
-            for number in symbols.sums.values[total]:
-                term = terms.get(number)
-                if term is None:
-                    volume, weight = symbols.terms.values[number]
-                    term = terms[number] = self.volume(volume) * weight
-                known = term if known is None else known + term
-            assert known is not None, "the empty sum is known"
-            self._sums[total] = known
+        if total in self._sums:
+            return self._sums[total]
+        symbols, terms = self.symbols, self._terms
+        known: Num | None = None
+        for number in symbols.sums.values[total]:
+            if number not in terms:
+                volume, weight = symbols.terms.values[number]
+                terms[number] = self.volume(volume) * weight
+            known = terms[number] if known is None else known + terms[number]
+        assert known is not None, "the empty sum is known"
+        self._sums[total] = known
         return known
 
     def over_stages(self, total: WeightedSum) -> Num:

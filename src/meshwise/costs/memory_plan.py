@@ -91,6 +91,7 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
     is_layer = placed.block.role == "layer"
     alive = [(h, element_bytes(h.tensor, precision)) for h in placed.gathered]
     trained = [h for h in placed.gathered if is_layer and not h.tensor.frozen]
+    scores = _scores(placed, symbols)
     return MemoryPlan(
         parameters=symbols.sum((symbols.held(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
         tied=symbols.held_bytes(placed.tied, precision),
@@ -106,8 +107,8 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
         buffers=_buffers(placed, symbols, precision) if is_layer else (),
         compiled_remade=symbols.held_bytes(_compiled_workspace(placed), precision),
         weights=tuple(symbols.sum([(symbols.held(h), w)]) for h, w in alive) if is_layer else (),
-        kept_scores=_scores(placed, symbols, again=False),
-        remade_scores=_scores(placed, symbols, again=True),
+        kept_scores=scores[False],
+        remade_scores=scores[True],
         find_moments=partial(_operations if is_layer else _moments, placed, symbols, precision),
     )
 
@@ -143,20 +144,23 @@ def _compiled_workspace(placed: PlacedBlock) -> list[Held]:
     return [h for h in placed.workspace if h.tensor.name in read - remade]
 
 
-def _scores(placed: PlacedBlock, symbols: Symbols, *, again: bool) -> WeightedSum:
-    """Scores of a block's attention, of one microbatch, every pair of them; and masks of what its parts add."""
-    found = []
+def _scores(placed: PlacedBlock, symbols: Symbols) -> Mapping[bool, WeightedSum]:
+    """Scores of a block's attention, of one microbatch, every pair of them; and masks of what its parts add.
+
+    Returns: those that are kept (False), and those that are made again (True).
+    """
+    found: dict[bool, list[tuple[Volume, float]]] = {False: [], True: []}
     whole = {h.tensor.name for h in placed.kept} <= set(placed.block.inputs)  # all of it is computed again
     for item in placed.forward:
         if not isinstance(item, LocalOp):
             continue
-        splits = dict(item.splits)
-        if isinstance(item.op, Attention) and (item.op.name in placed.recomputed) == again:
-            axes = (*item.op.inputs[0].axes[:-1], item.op.key_axis)
-            found.append((symbols.volume(axes, (splits.get(a, ()) for a in axes)), _SCORE_BYTES))
-        if item.op.name.startswith("residual.") and whole == again:
-            found.append((symbols.held(item.output), _MASK_BYTES))
-    return symbols.sum(found)
+        if isinstance(item.op, Attention):
+            splits, axes = dict(item.splits), (*item.op.inputs[0].axes[:-1], item.op.key_axis)
+            volume = symbols.volume(axes, (splits.get(a, ()) for a in axes))
+            found[item.op.name in placed.recomputed].append((volume, _SCORE_BYTES))
+        if item.op.name.startswith("residual."):
+            found[whole].append((symbols.held(item.output), _MASK_BYTES))
+    return {again: symbols.sum(terms) for again, terms in found.items()}
 
 
 def _operations(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool) -> tuple[Moment, ...]:

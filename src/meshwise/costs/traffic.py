@@ -280,11 +280,11 @@ def _buckets(transfers: Sequence[Transfer]) -> list[Bucket]:
     of_gates = [len(t.tensor.axes) == 2 and _is_of_gates(t) for t in transfers]
     buckets: list[Bucket] = [(t,) for t, of in zip(transfers, of_gates, strict=True) if not of]
     for gates in (t for t, of in zip(transfers, of_gates, strict=True) if of):
-        alone = [i for i, b in enumerate(buckets) if len(b) == 1 and _route(b[0]) == _route(gates)]
-        if alone:
-            buckets[alone[0]] += (gates,)
-        else:
+        alone = next((i for i, b in enumerate(buckets) if len(b) == 1 and _same_route(b[0], gates)), None)
+        if alone is None:
             buckets.append((gates,))
+        else:
+            buckets[alone] += (gates,)
     return buckets
 
 
@@ -293,10 +293,16 @@ def _is_of_gates(t: Transfer) -> bool:
     return tuple([a.partition(".")[0] for a in t.tensor.axes]) == ("E", "C")
 
 
-def _route(t: Transfer) -> tuple[object, ...]:
-    """From where to where slots go, whatever they hold."""
-    c = t.collective
-    return (t.tensor.axes[:2], c.kind, c.mesh_axes, c.before.splits[:2], c.after.splits[:2])
+def _same_route(one: Transfer, other: Transfer) -> bool:
+    """Whether slots go from the same place to the same place, whatever they hold."""
+    mine, its = one.collective, other.collective
+    return (
+        mine.kind is its.kind
+        and mine.mesh_axes == its.mesh_axes
+        and one.tensor.axes[:2] == other.tensor.axes[:2]
+        and mine.before.splits[:2] == its.before.splits[:2]
+        and mine.after.splits[:2] == its.after.splits[:2]
+    )
 
 
 def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:

@@ -125,7 +125,8 @@ class Sharding:
         >>> str(Sharding.of(("B", "D"), {"B": ("X",), "F": ("Y",)}))
         '[X, ]'
         """
-        return _sharding(tuple([tuple(rules.get(axis, ())) for axis in axes]), frozenset(unreduced))
+        splits = tuple([tuple(rules[axis]) if axis in rules else () for axis in axes])
+        return _sharding(splits, frozenset(unreduced))
 
     @property
     def ndim(self) -> int:

@@ -6,6 +6,7 @@ placement serves a million candidates. Not here: bytes per second, or any strate
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -51,7 +52,7 @@ class _Placer:
         self.copies: set[tuple[str, Sharding]] = set()
         self.circling: set[str] = set()  # keys, values and their gradients, in ring attention
         self.forms: dict[str, list[Sharding]] = {}  # what each tensor became on its ways
-        self.wanted: dict[str, list[Sharding]] = {}  # as what each tensor was read
+        self.wanted = defaultdict[str, list[Sharding]](list)  # as what each tensor was read
         self.items: list[LocalOp | Transfer] = []
 
     def run_forward(self, block: Block) -> None:
@@ -63,9 +64,10 @@ class _Placer:
 
     def run(self, op: Op) -> None:
         """Place one operation."""
-        if self.strategy.ring:
+        if self.strategy.ring and isinstance(op, Attention | AttentionGradient):
             self.circling |= _circling(op)
-        if placed := self.known.get(op.name):
+        if op.name in self.known:
+            placed = self.known[op.name]
             for held in placed.inputs:
                 self.bring(held.tensor, held.sharding, op.name)
             self._append(placed)
@@ -157,8 +159,10 @@ class _Placer:
             reader: operation that waits for it.
             as_it_is: whether a partial sum is moved as such, instead of being completed for all readers.
         """
-        self.wanted.setdefault(t.name, []).append(wanted)
-        held = self.held[t.name] if as_it_is else self.settle(t.name, reader)
+        self.wanted[t.name].append(wanted)
+        held = self.held[t.name]
+        if held.sharding.unreduced and not as_it_is:
+            held = self.settle(t.name, reader)
         is_there = held.sharding is wanted or held.sharding == wanted or (t.name, wanted) in self.copies
         if not is_there and (as_it_is or not self._lies_in_a_copy(t, wanted)):
             self._move(held, wanted, reader)
@@ -208,13 +212,11 @@ def _moved(op: Op) -> Tensor | None:
 _CIRCLED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
-def _circling(op: Op) -> set[str]:
+def _circling(op: Attention | AttentionGradient) -> set[str]:
     """Names of the tensors that ring attention sends round: keys and values read, their gradients written."""
     if isinstance(op, Attention):
         return {t.name for t in op.inputs if any(a.partition(".")[0] == op.key_axis for a in t.axes)}
-    if isinstance(op, AttentionGradient):
-        return {op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)}
-    return set()
+    return {op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)}
 
 
 def _transfers(held: Held, target: Sharding, purpose: Purpose, reader: str) -> list[Transfer]:

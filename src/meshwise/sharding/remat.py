@@ -7,9 +7,9 @@ here: bytes or seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from meshwise.core.backward import backward
 from meshwise.core.errors import LayoutError, UnknownNameError
@@ -204,13 +204,12 @@ def is_passing(op: Op) -> bool:
 def saved_activations(block: Block, policy: RematPolicy) -> Saved:
     """Which activations of `block` are kept, and what is run again, for its backward pass to find what it reads."""
     makers = {op.output.name: op for op in block.ops}
-    tensors = {t.name: t for op in reversed(block.ops) for t in (*op.inputs, op.output)}
-    tensors |= {op.output.name: op.output for op in block.ops}  # the maker's axes (T), not a reader's (S)
+    activations, read = _activations_read(block)
 
     def is_kept(maker: Op | None) -> bool:
         return maker is None or (policy.keeps(maker) and not is_passing(maker))
 
-    wanted = [t.name for op in backward(block) for t in op.inputs if _is_activation(tensors.get(t.name))]
+    wanted = [*read]
     kept: dict[str, Tensor] = {}
     again: set[str] = set()
     while wanted:
@@ -218,15 +217,21 @@ def saved_activations(block: Block, policy: RematPolicy) -> Saved:
         if name in kept or name in again:
             continue
         if is_kept(makers.get(name)):
-            kept[name] = tensors[name]
+            kept[name] = activations[name]
         else:
             again.add(name)
-            wanted += [t.name for t in makers[name].inputs if _is_activation(tensors.get(t.name))]
-    return Saved(tuple(kept.values()), tuple(op for op in block.ops if op.output.name in again))
+            wanted += [t.name for t in makers[name].inputs if t.name in activations]
+    return Saved(tuple(kept.values()), tuple([op for op in block.ops if op.output.name in again]))
 
 
-def _is_activation(t: Tensor | None) -> bool:
-    return t is not None and t.kind is Kind.ACTIVATION
+@lru_cache(maxsize=256)  # every policy asks again
+def _activations_read(block: Block) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+    """The activations of a block by name, as they are made, and the names of those that its backward pass reads."""
+    tensors = {t.name: t for op in reversed(block.ops) for t in (*op.inputs, op.output)}
+    tensors |= {op.output.name: op.output for op in block.ops}  # the maker's axes (T), not a reader's (S)
+    activations = {name: t for name, t in tensors.items() if t.kind is Kind.ACTIVATION}
+    read = tuple([t.name for op in backward(block) for t in op.inputs if t.name in activations])
+    return activations, read
 
 
 #: Other spelling -> policy. The first are those of `jax.checkpoint_policies`, the last Megatron-LM's.
