@@ -17,7 +17,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum, where
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.extents import Extents, Split, Volume
+from meshwise.costs.extents import Extents, Split, Volume, WeightedSum
 from meshwise.costs.fusions import kernel_gap
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.costs.own_program import HeldOnChip, OwnProgram, computed_again
@@ -240,6 +240,7 @@ class OperationPrices:
         self._some_stay = leaves is not None and leaves.some_stay
         self._known: dict[int, OpCompute] = {}
         self._passes: dict[tuple[int, ...], PassCompute] = {}
+        self._leaving: dict[WeightedSum, Num] = {}  # bytes of activations that leave the chip
 
     def op(self, number: int) -> OpCompute:
         """Price one operation."""
@@ -276,8 +277,10 @@ class OperationPrices:
         if self.leaves is None or not self._some_stay:
             return self.op(number).num_bytes
         least: Num = self.extents.weighted(op.stored)
-        for activation in op.kept:
-            least = least + self.leaves.hbm_bytes(self.extents.weighted(activation))
+        for activation in op.kept:  # made once, read several times
+            if activation not in self._leaving:
+                self._leaving[activation] = self.leaves.hbm_bytes(self.extents.weighted(activation))
+            least = least + self._leaving[activation]
         return least
 
     def _sum(self, numbers: Iterable[int]) -> PassCompute:

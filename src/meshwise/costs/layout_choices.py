@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.pipeline import Pipeline
@@ -65,7 +66,11 @@ class LayoutChoices:
     @property
     def stored_plainly(self) -> LayoutChoices:
         """What stands for all choices that differ only in what they store where: they compute and keep alike."""
-        return replace(self, zero=0, fully_sharded=True)
+        return self.but(zero=0, fully_sharded=True)
+
+    def but(self, **changes: object) -> LayoutChoices:
+        """The same with other choices, of which a search asks for the same few all the time."""
+        return _but(self, tuple(changes.items()))
 
     @property
     def _experts(self) -> tuple[str, ...]:
@@ -73,6 +78,11 @@ class LayoutChoices:
         if not self.expert_tensor_parallel:
             return ("E", "C")
         return ("Fe", "C") if self.exchanges and self.sequence_parallel else ("Fe",)
+
+
+@lru_cache(maxsize=4096)
+def _but(choices: LayoutChoices, changes: tuple[tuple[str, object], ...]) -> LayoutChoices:
+    return replace(choices, **dict(changes))  # type: ignore[arg-type]  # fields by name
 
 
 #: Those that are fields of a layout, too.

@@ -123,13 +123,13 @@ class Lowered:
         Where only some layers follow the remat policy, a layer comes twice: as the policy says, then keeping all.
         """
         if choices not in self._training:
-            whole = replace(choices, partial_remat=False, offload=())
+            whole = choices.but(partial_remat=False, offload=())
             found = []
             for number, block in enumerate(self.program):
                 own = _relevant_choices(whole, block)
                 found.append(self._training_block(number, block, own))
                 if choices.partial_remat and block.role == "layer":
-                    found.append(self._training_block(number, block, replace(own, remat="none"), rest=True))
+                    found.append(self._training_block(number, block, own.but(remat="none"), rest=True))
             self._training[choices] = tuple(found)
         return self._training[choices]
 
@@ -142,7 +142,7 @@ class Lowered:
 
         All ways cost the same, to the last bit.
         """
-        ways = (replace(choices, context_method=method) for method in CONTEXT_METHODS)
+        ways = (choices.but(context_method=method) for method in CONTEXT_METHODS)
         return choices if self.knows(choices) else next(filter(self.knows, ways), choices)
 
     def _training_block(
@@ -412,8 +412,7 @@ def lowered_serving(
 def _relevant_choices(choices: LayoutChoices, block: Block) -> LayoutChoices:
     """`choices` with those that cannot affect `block` set to one value, so that it is placed once."""
     kinds = {type(op) for op in block.ops}
-    return replace(
-        choices,
+    return choices.but(
         remat=choices.remat if block.role == "layer" else "none",
         loss=choices.loss if block.role == "head" else "whole",
         expert_tensor_parallel=choices.expert_tensor_parallel or Route not in kinds,

@@ -92,7 +92,7 @@ class TrainingProblem(_Problem):
 
         Our own programs then scatter gradients as they are made, with ZeRO-1 as with ZeRO-2.
         """
-        return replace(choices, zero=2) if self.own_program and choices.zero == 1 else choices
+        return choices.but(zero=2) if self.own_program and choices.zero == 1 else choices
 
     def kept_copies(self, block: LoweredTrainingBlock, kept: Num) -> Num:
         """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out.

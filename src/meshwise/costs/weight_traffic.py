@@ -7,7 +7,6 @@ Both depend on the mesh alone, not on microbatches or the pipeline's schedule. N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +36,7 @@ def weight_choices(choices: LayoutChoices, context_method: str = "gather") -> La
     Gradients need the same weights whatever is recomputed, so that is the choice which recomputes nothing. Weights
     move alike under every `context_method`: any will do that is lowered for other reasons.
     """
-    return replace(choices, remat="none", partial_remat=False, context_method=context_method)
+    return choices.but(remat="none", partial_remat=False, context_method=context_method)
 
 
 def weight_prices(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial, reduce
 from typing import TypeVar
 
@@ -164,13 +164,10 @@ class Bounds:
 
     @cached_property
     def _busy(self) -> dict[LayoutChoices, Array]:
-        """Seconds that one device computes for a microbatch at least, whatever is kept; infinite for other sizes.
-
-        Nothing is computed again, which takes no lowering and no prices of what only some policies do.
-        """
+        """Seconds that one device computes for a microbatch at least, and nothing again; infinite for other sizes."""
         found = {}
         for own, keys in self._keys.items():
-            choices, every = replace(own, remat="none"), np.flatnonzero(np.bincount(self.size[keys]))
+            choices, every = self._computing(own, "none"), np.flatnonzero(np.bincount(self.size[keys]))
             found[own] = np.full(self.num_sizes, math.inf)
             for begin in range(0, len(every), _SIZES):
                 sizes = every[begin : begin + _SIZES]
@@ -183,9 +180,14 @@ class Bounds:
         for v in np.unique(variant):
             mine = np.flatnonzero(variant == v)
             for remat, share in self._remats(self.network.variants[v]).items():
-                choices = self.network.variants[v].with_remat(remat)
-                found[mine] += share * self.network.busy(choices, size[mine])
+                found[mine] += share * self.network.busy(
+                    self._computing(self.network.variants[v].own, remat), size[mine]
+                )
         return found
+
+    def _computing(self, choices: LayoutChoices, remat: str) -> LayoutChoices:
+        """Those that stand for what computes alike under a remat policy, however it attends over `context`."""
+        return choices.but(remat=remat, partial_remat=False, context_method=self.network.variants[0].own.context_method)
 
     def _remats(self, variant: ComputeVariant) -> dict[str, float]:
         """The share of the layers that follows each remat policy."""

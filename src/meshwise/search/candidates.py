@@ -372,7 +372,7 @@ class ComputeVariant:
 
     def with_remat(self, remat: str = "") -> LayoutChoices:
         """The choices with a remat policy for all layers; without one, what its remat policies share."""
-        return replace(self.own, remat=remat, partial_remat=False)
+        return self.own.but(remat=remat, partial_remat=False)
 
     def applies(self, axis: Axis) -> Mask:
         """On which meshes (axis -> sizes) it is worth trying."""
@@ -426,6 +426,6 @@ def _compute_variants(mixture: bool, layers_of_model: int, asked: Choices) -> tu
         # Stage 1 may hold what stage 2 does (`SearchedNetwork.held_as`).
         stages = dict.fromkeys((0, *asked.zero, *((2,) if 1 in asked.zero else ())))
         sharings = dict.fromkeys((True, *asked.fully_sharded))
-        stored = tuple(replace(own, zero=z, fully_sharded=f) for z, f in itertools.product(stages, sharings))
+        stored = tuple(own.but(zero=z, fully_sharded=f) for z, f in itertools.product(stages, sharings))
         found.append(ComputeVariant(own, layers, stored, asked))
     return tuple(found)

@@ -154,7 +154,7 @@ class SearchedNetwork:
 
     def head(self, choices: LayoutChoices, loss: str, sizes: Index, whole: LocalMemory) -> LocalMemory:
         """What the head holds that with whole logits holds `whole`, for some of the table's sizes."""
-        return whole if loss == "whole" else self.local.head(replace(choices, loss=loss), self.sizes[sizes])
+        return whole if loss == "whole" else self.local.head(choices.but(loss=loss), self.sizes[sizes])
 
     def blocks(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
         """What one device does, for some of the table's sizes."""
@@ -191,7 +191,7 @@ class LocalTables:
         self._busy: dict[LayoutChoices, RowTable[Array]] = {}
         self._prices = Recent[OperationPrices](2)
         self._possible: dict[object, _Possible] = {}
-        self.ideal: dict[Choices, float] = {}  # chip-seconds of a token that none of these undercuts
+        self.ideal: dict[object, float] = {}  # chip-seconds of a token that none of these undercuts
         self._values: dict[object, dict[str, dict[object, None]]] = {}  # name of a choice -> what it may be
 
     def possible(self, tools: tuple[Tool, ...], asked: Choices) -> _Possible:
@@ -254,7 +254,7 @@ class LocalTables:
     def head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
         """What the head holds, with one row for each number of sizes; all remat policies share it."""
         _forget(self._heads)
-        own = replace(choices.stored_plainly, remat="none", partial_remat=False)
+        own = choices.stored_plainly.but(remat="none", partial_remat=False)
         if own not in self._heads:
             self._heads[own] = RowTable(partial(self._evaluate_head, own), lambda: len(self._numbers))
         return self._heads[own](numbers)
@@ -274,7 +274,7 @@ class LocalTables:
 
     def _evaluate_busier(self, choices: LayoutChoices, numbers: Index) -> Array:
         """With what a remat policy computes again: operations of the forward pass, so that it need not be placed."""
-        keeps_all = replace(choices, remat="none")
+        keeps_all = choices.but(remat="none")
         prices, seconds = self._priced(choices, numbers), self.busy(keeps_all, numbers)
         for b in self.problem.lowered.training(keeps_all):
             if operations := b.repeated(choices.remat) if b.role == "layer" else ():

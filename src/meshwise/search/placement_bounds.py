@@ -93,7 +93,8 @@ class Placements:
         """First placement of each of `meshes`, and how many there are."""
         new = np.unique(meshes[self.first[meshes] < 0])
         if len(new):
-            ways = [placements(self.fabric.sizes, tuple(int(n) for n in self.table.meshes[m])) for m in new]
+            rows, room = self.table.meshes[new].astype(int).tolist(), self.fabric.sizes
+            ways = [placements(room, tuple(sizes)) for sizes in rows]
             self.number[new] = [len(w) for w in ways]
             self.first[new] = len(self.mesh) + np.cumsum(self.number[new]) - self.number[new]
             self.mesh = np.concatenate([self.mesh, np.repeat(new, self.number[new]).astype(np.int32)])
@@ -206,7 +207,7 @@ class PlacementBounds:
 
         def sums(choices: LayoutChoices) -> Mapping[str, RoleSums]:
             if choices not in known:
-                shared = replace(choices, remat="none")
+                shared = choices.but(remat="none")
                 if shared not in prices:
                     prices[shared] = self.bounds.prices(choices, links)
                 known[choices] = self.bounds.sums(sizes, prices[shared], choices)

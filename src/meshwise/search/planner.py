@@ -129,7 +129,7 @@ def plan_training(
         constraints=constraints,
         most_speedup=result.best[0].seconds_per_token
         * min(problem.cluster.num_chips, constraints.max_chips or math.inf)
-        / ideal_chip_seconds_per_token(local, space.choices),
+        / ideal_chip_seconds_per_token(local, space.choices, space.tools),
     )
 
 

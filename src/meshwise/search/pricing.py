@@ -289,9 +289,9 @@ class Pricing:
         if choices not in self.groups_of:
             self.groups_of[choices] = groups_that_send(self.problem, choices)
         groups, fabric = self.groups_of[choices], self.network.fabric
-        new = [int(i) for i in ids if (groups, int(i)) not in self.worthy]
-        for i in new:
-            options = placements(fabric.sizes, tuple(int(n) for n in self.table.meshes[i]))
+        new = [i for i in ids.tolist() if (groups, i) not in self.worthy]
+        for i, mesh in zip(new, self.table.meshes[np.array(new, int)].astype(int).tolist(), strict=True):
+            options = placements(fabric.sizes, tuple(mesh))
             self.worthy[groups, i], self.counts[i] = options, len(options)
         if several := [i for i in new if self.counts[i] > 1]:  # one has none to be compared with
             counts = np.array([self.counts[i] for i in several])
@@ -300,7 +300,7 @@ class Pricing:
             owner = np.repeat(np.arange(len(several)), counts)[kept]
             for k, i in enumerate(several):
                 self.worthy[groups, i] = factors[kept[owner == k]]
-        return [self.worthy[groups, int(i)] for i in ids]
+        return [self.worthy[groups, i] for i in ids.tolist()]
 
 
 def groups_that_send(

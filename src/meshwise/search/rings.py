@@ -12,7 +12,6 @@ either takes (`costs.overlap`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -43,5 +42,5 @@ def first_of_remat(variants: Iterable[ComputeVariant]) -> Index:
     They compute alike and keep alike; buffers of what is on its way differ.
     """
     first: dict[object, int] = {}
-    alike = ((replace(v.own, context_method=""), v.remat_layers) for v in variants)
+    alike = ((v.own.but(context_method=""), v.remat_layers) for v in variants)
     return np.array([first.setdefault(one, number) for number, one in enumerate(alike)], int)

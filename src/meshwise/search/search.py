@@ -73,9 +73,10 @@ def search(
     interrupted_on = 0
     limited = math.isfinite(space.seconds_on(1.0))
     networks = [(fabric, math.prod(fabric.sizes)) for fabric in fabrics]
-    ideal = ideal_chip_seconds_per_token(local, space.choices) if len(networks) > 1 else 0.0  # what may be skipped
+    several = len(networks) > 1  # some may be skipped
+    ideal = ideal_chip_seconds_per_token(local, space.choices, space.tools) if several else 0.0
     least = [float(state.score(ideal / chips, chips)) for _, chips in networks]
-    ends = [0.0, *np.linspace(_FIRST if len(networks) > 1 else 1.0, 1.0, len(networks)).tolist()]
+    ends = [0.0, *np.linspace(_FIRST if several else 1.0, 1.0, len(networks)).tolist()]
     try:
         for i, (fabric, chips) in enumerate(networks):
             state.here, state.elsewhere = least[i], min(least[i + 1 :], default=math.inf)

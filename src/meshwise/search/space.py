@@ -85,6 +85,12 @@ def _extents(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
+def _extents_array(size: int, room: tuple[int, ...]) -> NDArray[np.int64]:
+    """The same as an array, [ways, dimensions]."""
+    return np.array(_extents(size, room), int).reshape(-1, len(room))
+
+
 @lru_cache(maxsize=1024)  # of a large network, each is a few hundred kilobytes
 def placements(room: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
     """Every way to lay mesh axes of `sizes` over physical dimensions of `room`: [ways, axes, dimensions] extents.
@@ -93,13 +99,14 @@ def placements(room: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
     difference.
     """
     left = np.array([room])
-    chosen = np.ones((1, 0, len(room)), int)
-    for size in sizes:
-        extents = np.array(_extents(size, room), int).reshape(-1, len(room))
-        i, j = np.nonzero((left[:, None, :] % extents[None, :, :] == 0).all(axis=2))
-        chosen = np.concatenate([chosen[i], extents[j][:, None, :]], axis=1)
-        left = left[i] // extents[j]
-    return chosen.astype(float)
+    chosen = np.ones((1, len(sizes), len(room)))
+    for axis, size in enumerate(sizes):
+        if size > 1:
+            extents = _extents_array(size, room)
+            i, j = (left[:, None, :] % extents[None, :, :] == 0).all(axis=2).nonzero()
+            chosen, left = chosen[i], left[i] // extents[j]
+            chosen[:, axis] = extents[j]
+    return chosen
 
 
 class WireTable(PlacedWires):
