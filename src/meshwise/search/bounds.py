@@ -109,8 +109,7 @@ class Bounds:
         self.per_token = array(shards / (candidates.micro_batch * chips * self.problem.job.seq_len))  # by key
         self._weight_state = WeightColumns(network, self._evaluate_state, lambda: len(table.meshes))
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
-        self._sums = Recent[Mapping[str, RoleSums]](4)
-        self._prices = Recent[CollectivePrices](2)
+        self._sums, self._prices = Recent[Mapping[str, RoleSums]](4), Recent[CollectivePrices](2)
         plain = {v.with_remat(): v for v in network.variants}
         axis = partial(table.axis, at=first)
         self._meant = {own: v.means(axis) for own, v in plain.items()}
@@ -163,7 +162,7 @@ class Bounds:
         return self._sums_of.values
 
     @cached_property
-    def _busy(self) -> dict[LayoutChoices, Array]:
+    def busy(self) -> dict[LayoutChoices, Array]:
         """Seconds that one device computes for a microbatch at least, and nothing again; infinite for other sizes."""
         found = {}
         for own, keys in self._keys.items():
@@ -201,19 +200,21 @@ class Bounds:
         schedules: Sequence[int],
         below: Callable[[Array, Index], Mask],
         chosen: Callable[[Array, Index], Mask] | None = None,
+        remat: str | None = None,
     ) -> Groups:
         """All groups of some schedules whose bounds, of their keys, are `below`, smallest first; weights cost nothing.
 
         How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
         whose activations alone do not fit are left out; so are, for a first look, all but those `chosen` by the seconds
-        that they compute at least.
+        that they compute at least, and those of other remat policies than one, where that is given.
         """
         found, parts, rows = list[Groups](), list[tuple[Index, Index, Array]](), 0
         some = [v for v, one in enumerate(self.network.variants) if chosen is None or not one.needs_stages]
+        some = [v for v in some if remat in (None, self.network.variants[v].own.remat)]
         for v in some:
             keys = self.keys[v]
             # No schedule is faster than all devices computing all the time.
-            least = self._busy[self.network.variants[v].with_remat()][self.size[keys]] * self.per_token[keys]
+            least = self.busy[self.network.variants[v].with_remat()][self.size[keys]] * self.per_token[keys]
             possible = below(least, keys)
             kept, least = keys[possible], least[possible]
             # What is computed again counts, too: where sizes are not many, before any sends are bounded.

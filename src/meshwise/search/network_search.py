@@ -9,6 +9,7 @@ answer. Not here: what candidates cost (`pricing`), the space (`space`), or whic
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import numpy as np
 
@@ -37,6 +38,9 @@ _MANY = 1024
 
 #: Layout choices that are so few are priced without bounds of placements.
 _FEW_WAYS = 2
+
+#: Plans that repeat nothing may give a good cut if they take no longer than so many times what is computed at least.
+_NEAR = 1.2
 
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 64
@@ -77,8 +81,11 @@ class NetworkSearch:
             return
         if math.isinf(self.state.ranking.cut):
             self._tell(_TABLES)
+            keep_all = sum(v.own.remat == "none" and not v.needs_stages for v in self.network.variants)
+            if keep_all == 1:  # it is lowered in any case; mixtures have several
+                self.look(bounds.groups(every[:1], self.matters, self._first_of_kinds, "none"), self._near())
             for chosen in (self._first_of_kinds, None):
-                if math.isinf(self.state.ranking.cut):
+                if math.isinf(self.state.ranking.cut) and not self.kinds.keys() <= self.state.ranking.best.keys():
                     self.look(bounds.groups(every[:1], self.matters, chosen))
         self._tell(_LOOK)
         groups = bounds.groups(every, self.matters)
@@ -226,9 +233,21 @@ class NetworkSearch:
         begins = np.searchsorted(kind[order], kind[order])
         return np.asarray(np.isin(np.arange(len(key)), order[np.arange(len(key)) - begins < _OF_KIND]))
 
-    def look(self, groups: Groups) -> None:
-        """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
+    def _near(self) -> float:
+        """Seconds per token that the worst plan of a ranking hardly takes, if some of the plans repeat nothing."""
+        least, bounds = np.full(len(self.kinds), math.inf), self.pricing.bounds
+        np.minimum.at(least, self.kind_of, reduce(np.minimum, bounds.busy.values())[bounds.size] * bounds.per_token)
+        return _NEAR * float(np.sort(least)[: self.state.ranking.top][-1])
+
+    def look(self, groups: Groups, near: float = math.inf) -> None:
+        """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through.
+
+        Nothing is priced if the bounds of what fits of them are not `near` enough for a good one.
+        """
         known, begin, number = self.state.infeasible, 0, _FIT
+        enough = min(self.state.ranking.top, len(self.kinds)) if math.isfinite(near) else 0
+        if len(np.unique(self.kind_of[groups.key[groups.bound <= near]])) < enough:
+            return
         every = self._possible(groups.take(slice(_GROUPS))).by_bound()
         self.state.infeasible = known  # they come again
         while begin < len(every) and math.isinf(self.state.ranking.cut):
@@ -240,6 +259,9 @@ class NetworkSearch:
                 batch = self._look_at(batch, go)
                 if size == _GO and (lacking := len(go) - len(self.waiting)) > 0:
                     batch = self._look_at(batch, self._leaders_that_fit(batch, lacking))
+                if size == _GO and (self.waiting.bound <= near).sum() < enough:
+                    self.waiting, self.looked_at = CandidateBatch.none(), np.zeros(0, int)
+                    return
                 self.expand_waiting(_GO)
                 size = _GROWTH * size
         self._tell()
