@@ -95,7 +95,9 @@ def _divisors(
 
 
 def _is_uneven(choices: Choices) -> Any:
-    common = _common(choices.model, choices.seq_len, choices.strategy)
+    if (key := (_common, choices.strategy)) not in choices.known:
+        choices.known[key] = _common(choices.model, choices.seq_len, choices.strategy)
+    common: Iterable[tuple[tuple[str, ...], int]] = choices.known[key]
     return sum(size % _ways(choices, split) > 0 for split, size in common) > 0
 
 

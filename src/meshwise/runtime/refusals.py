@@ -231,12 +231,16 @@ def splits_of(program: Program, strategy: Strategy) -> Iterator[tuple[Tensor, st
 
 
 def splits_at_work(program: Program, strategy: Strategy) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
-    """The same of what operations read and make."""
+    """The same of what operations read and make; of tensors with the same axes that are split alike, of the first."""
+    seen = set[object]()
     for op in (op for block in program for op in block.ops):
         splits = iteration_space(strategy, op)
+        own = tuple(splits.items())
         for t in op.tensors:
-            yield from _split_axes(t, Sharding.of(t.axes, splits))
-            yield from _split_axes(t, strategy.home(t.axes))
+            if (t.axes, own) not in seen:
+                seen.add((t.axes, own))
+                yield from _split_axes(t, Sharding.of(t.axes, splits))
+                yield from _split_axes(t, strategy.home(t.axes))
 
 
 def splits_in_store(program: Program, strategy: Strategy, part: str) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
