@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Literal, Self, TypeGuard, TypeVar
+from typing import Literal, Self, TypeVar
 
 from meshwise.core.tensors import (
     Attention,
@@ -36,7 +36,7 @@ from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, na
 from meshwise.models import Model
 from meshwise.sharding.layout import CONTEXT_METHODS
 from meshwise.sharding.place import is_placed_uniformly, place_block, place_forward
-from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose
 from meshwise.sharding.remat import remat_policy, saved_activations
 from meshwise.sharding.serving import ServingLayoutChoices
 from meshwise.sharding.strategy import Strategy
@@ -256,10 +256,10 @@ class LoweredTrainingBlock(LoweredBlock):
         """Local operations by pass."""
         items: dict[str, list[LocalOp]] = {"forward": [], "recompute": [], "backward": [], "weights": []}
         for item in self.placed.forward:
-            if _takes_time(item):
+            if item.moves is False and _takes_time(item.op):
                 items["forward"].append(item)
         for item in self.placed.backward:
-            if _takes_time(item):
+            if item.moves is False and _takes_time(item.op):
                 name = "weights" if item.output.tensor.kind is Kind.GRADIENT else "backward"
                 items["recompute" if item.op.name in self.placed.recomputed else name].append(item)
         return {name: tuple(found) for name, found in items.items()}
@@ -315,8 +315,8 @@ class LoweredTrainingBlock(LoweredBlock):
         return Part(self.placed.block, 1 - remat_share if self.rest else remat_share, rest=self.rest)
 
 
-def _takes_time(item: LocalOp | Transfer) -> TypeGuard[LocalOp]:
-    return isinstance(item, LocalOp) and not (isinstance(item.op, Elementwise) and item.op.free)
+def _takes_time(op: Op) -> bool:
+    return not (isinstance(op, Elementwise) and op.free)
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ class LoweredServingBlock(LoweredBlock):
         """Local operations by pass."""
         items: dict[str, list[LocalOp]] = {}
         for item in self.placed.forward:
-            if isinstance(item, LocalOp):
+            if item.moves is False:
                 items.setdefault(_serving_pass(item.op), []).append(item)
         return {name: tuple(found) for name, found in items.items()}
 

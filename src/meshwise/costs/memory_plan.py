@@ -134,7 +134,7 @@ def in_chunks(placed: PlacedBlock) -> PlacedBlock:
 
 def _compiled_workspace(placed: PlacedBlock) -> list[Held]:
     """What is made again and waits for a gradient, where what reads the result of an activation makes that itself."""
-    gradients = [i for i in placed.backward if isinstance(i, LocalOp) and i.op.name not in placed.recomputed]
+    gradients = [i for i in placed.backward if i.moves is False and i.op.name not in placed.recomputed]
     read = {h.tensor.name for item in gradients for h in item.inputs}
     remade = {
         op.output.name
@@ -152,7 +152,7 @@ def _scores(placed: PlacedBlock, symbols: Symbols) -> Mapping[bool, WeightedSum]
     found: dict[bool, list[tuple[Volume, float]]] = {False: [], True: []}
     whole = {h.tensor.name for h in placed.kept} <= set(placed.block.inputs)  # all of it is computed again
     for item in placed.forward:
-        if not isinstance(item, LocalOp):
+        if item.moves is True:
             continue
         if isinstance(item.op, Attention):
             splits, axes = dict(item.splits), (*item.op.inputs[0].axes[:-1], item.op.key_axis)
@@ -171,7 +171,7 @@ def _operations(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, 
     known = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
     items, alive = list[LocalOp](), list[list[Held]]()
     for item in placed.backward:
-        if isinstance(item, LocalOp) and not (compiled and isinstance(item.op, Elementwise)):
+        if item.moves is False and not (compiled and isinstance(item.op, Elementwise)):
             held = [h for h in (*item.inputs, item.output) if h.tensor.name not in known]
             if [h for h in held if h.tensor.kind is not Kind.WEIGHT]:
                 items.append(item)
@@ -209,7 +209,7 @@ def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, com
         moments[_moment(alive, symbols, precision, gathered)] = None
     read = {h.tensor.name for h in dies}
     forward = [h for h in placed.gathered if h.tensor.name not in read]
-    results = [item.output for item in placed.forward if isinstance(item, LocalOp)]
+    results = [item.output for item in placed.forward if item.moves is False]
     if forward:
         weights = symbols.sum((symbols.held(h), element_bytes(h.tensor, precision)) for h in forward)
         moments[symbols.held_bytes(results[-1:], precision), weights] = None
@@ -221,11 +221,11 @@ def _in_chunk(held: Held) -> bool:
 
 
 def _read(item: LocalOp | Transfer) -> tuple[Held, ...]:
-    return item.inputs if isinstance(item, LocalOp) else (Held(item.tensor, item.collective.before),)
+    return item.inputs if item.moves is False else (Held(item.tensor, item.collective.before),)
 
 
 def _made(item: LocalOp | Transfer) -> tuple[Held, ...]:
-    if isinstance(item, LocalOp):
+    if item.moves is False:
         return (item.output,)
     # What is scattered is added to an accumulator, which is counted anyway.
     return () if item.purpose is Purpose.GRADIENTS else (Held(item.tensor, item.collective.after),)
@@ -261,7 +261,7 @@ def _buffers(
 ) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
     found = set()
     for item in (*placed.forward, *placed.backward):
-        if not isinstance(item, Transfer) or {"data", "fsdp"} & set(item.collective.mesh_axes):
+        if item.moves is False or {"data", "fsdp"} & set(item.collective.mesh_axes):
             continue
         c = item.collective
         split, whole = (c.before, c.after) if c.kind is CollectiveKind.ALL_GATHER else (c.after, c.before)

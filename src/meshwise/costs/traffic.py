@@ -17,7 +17,7 @@ from meshwise.costs.extents import Distinct, Extents, Split, Symbols, Volume, We
 from meshwise.costs.memory_plan import update_transfers
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
-from meshwise.sharding.placed import LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.placed import PlacedBlock, Purpose, Transfer
 
 
 class Pass(StrEnum):
@@ -158,8 +158,8 @@ class CollectiveLowering:
         An optimizer that works on whole matrices adds an exchange of their shards, there and back, once a step.
         """
         groups: dict[_Group, list[Bucket]] = {}
-        back = [item for item in placed.backward if isinstance(item, Transfer)]
-        forward = [item for item in placed.forward if isinstance(item, Transfer)]
+        back = [item for item in placed.backward if item.moves is True]
+        forward = [item for item in placed.forward if item.moves is True]
         for when, transfers in ((Pass.FORWARD, forward), (Pass.BACKWARD, back), (Pass.STEP, placed.step)):
             for bucket in _buckets(transfers):
                 groups.setdefault(self._group(when, bucket), []).append(bucket)
@@ -167,7 +167,7 @@ class CollectiveLowering:
         for _, item in update_transfers(placed, optimizer):
             exchanged.setdefault(item.collective.mesh_axes, []).append((item,))
         kept = {t.tensor.name for t in back}
-        makers = {item.op.name: item.output.tensor.kind for item in placed.backward if isinstance(item, LocalOp)}
+        makers = {item.op.name: item.output.tensor.kind for item in placed.backward if item.moves is False}
         late = frozenset(name for name, kind in makers.items() if kind is Kind.GRADIENT)
         return (
             *(self._template(group, buckets, late, kept, placed.recomputed) for group, buckets in groups.items()),
@@ -185,7 +185,7 @@ class CollectiveLowering:
         What one operation waits for and goes the same way travels as one: the products of fused projections.
         """
         waiting: dict[tuple[object, ...], Bucket] = {}
-        for t in (item for item in placed.forward if isinstance(item, Transfer)):
+        for t in (item for item in placed.forward if item.moves is True):
             key = (t.waits, t.purpose, t.collective.kind, t.collective.mesh_axes)
             waiting[key] = (*waiting.get(key, ()), t)
         groups: dict[_Group, list[Bucket]] = {}

@@ -339,7 +339,7 @@ def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
 def _placed(block: Block, outside: dict[str, Held], *passes: list[LocalOp | Transfer]) -> PlacedBlock:
     """A block with the items of its forward pass, and the weights that this and further passes read."""
     weights = {n: h for n, h in outside.items() if h.tensor.kind is Kind.WEIGHT}
-    inputs = [item.inputs for items in passes for item in items if isinstance(item, LocalOp)]
+    inputs = [item.inputs for items in passes for item in items if item.moves is False]
     read = [h for held in inputs for h in held if h.tensor.name in weights]
     gathered = {h.tensor.name: h for h in read if h.sharding != weights[h.tensor.name].sharding}
     own = {t.name: weights[t.name] for t in block.weights}
@@ -400,7 +400,7 @@ def _place_backward(
         placer.copies |= forward.copies
     for op in saved.recompute:
         placer.run(op)
-    recomputed = frozenset(item.op.name for item in placer.items if isinstance(item, LocalOp))
+    recomputed = frozenset(item.op.name for item in placer.items if item.moves is False)
     whole: list[tuple[int, Held]] = []
     read_later = {t.name for op in ops for t in op.inputs}
     for op in ops:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar, Literal
 
 from meshwise.core.tensors import Block, Op, Tensor
 from meshwise.sharding.mesh import Sharding
@@ -48,6 +49,9 @@ class LocalOp:
         splits: index -> mesh axes, the sharding of the iteration space.
     """
 
+    #: Tells it from a transfer without a call, for loops over all that placed blocks do.
+    moves: ClassVar[Literal[False]] = False
+
     op: Op
     inputs: tuple[Held, ...]
     output: Held
@@ -67,6 +71,8 @@ class Transfer:
         purpose: why.
         waits: the operation that cannot start before it ("" at the end of a step).
     """
+
+    moves: ClassVar[Literal[True]] = True
 
     tensor: Tensor
     collective: Collective
