@@ -168,6 +168,7 @@ def generate(
     tokens: int,
     prompt: str | None = None,
     prompt_tokens: str | None = None,
+    dtype: Literal["fp32", "bf16"] | None = None,
     weights: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     cpu_devices: int | None = None,

@@ -7,6 +7,8 @@ import pytest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError
 from meshwise.runtime import generator
+from meshwise.runtime.layered import LayeredGenerator
+from meshwise.runtime.narrow import Turned
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import configured, dense
 from tests.runtime.test_models import MODELS
@@ -47,6 +49,20 @@ def test_greedy_tokens_are_the_largest_logits_of_the_whole_sequence():
 
 
 @pytest.mark.jax
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gpt_oss", "gpt2"])
+def test_layer_by_layer_the_same_tokens_are_generated(name, monkeypatch):
+    monkeypatch.setattr("meshwise.runtime.layered._LONG_ROW", 1)  # all that may be is held as rows
+    whole = generator(
+        configured(name, MODELS[name]), Layout(), jax.devices()[:1], sequences=1, length=12, dtype=DType.FP32
+    )
+    made = LayeredGenerator.where_faster(whole)
+    weights, own = whole.initial_weights(3), made.initial_weights(3)
+    assert any(isinstance(w, Turned) for w in own["layers"][0].values())
+    prompt = np.random.default_rng(1).integers(0, 64, (1, 6))
+    np.testing.assert_array_equal(made.greedy(own, prompt, 6), whole.greedy(weights, prompt, 6))
+
+
+@pytest.mark.jax
 def test_the_cache_is_carried_and_not_copied():
     """A step holds a layer of the cache beside it at most, and gives it back where it was."""
     made = make(dense("D=32 F=64 L=8 N=4 K=2 H=8 V=64"), Layout(), length=4096)
@@ -56,6 +72,11 @@ def test_the_cache_is_carried_and_not_copied():
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == cache
     assert memory.temp_size_in_bytes < cache / 3
+    layered = LayeredGenerator.of(made)
+    for program, _ in layered.compile(1).layers:
+        own = program.memory_analysis()
+        assert own.alias_size_in_bytes >= cache / 8
+        assert own.temp_size_in_bytes < cache / 3
 
 
 def test_what_generation_cannot_do_is_refused():

@@ -63,6 +63,21 @@ def test_the_most_likely_tokens_are_generated_and_timed(folder, tmp_path, capsys
     assert said["least_time_per_token_s"] is None  # of a CPU no bound is known
 
 
+@pytest.mark.jax
+def test_a_cpu_generates_in_the_format_that_it_is_fast_in_and_says_so(folder, capsys):
+    job = ["--on", "h100:1", "--batch-tokens", "256", "--seq-len", "32", "--layout", "remat=full"]
+    asked = ["run", str(folder), *job, "--weights", str(folder), "--prompt-tokens", "1,2,3", "--generate", "2"]
+    for options, dtype, words in (
+        ([], "fp32", "fp32, in which a CPU is fast; the plan's is bf16 (--dtype)"),
+        (["--dtype", "bf16"], "bf16", "bf16, in which a CPU is several times slower than in fp32"),
+        (["--precision", "fp32"], "fp32", "format: fp32"),
+    ):
+        assert main([*asked, *options, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["dtype"] == dtype
+        assert main([*asked, *options]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_least_times_are_reading_weights_and_the_prompts_flops():
     given = {"on": "h100:8", "batch_tokens": "512Ki", "seq_len": 4096, "layout": "fsdp=4,tensor=2"}
     plan = meshwise.estimate_train("llama-3-8b", **given).plans[0]
@@ -117,6 +132,7 @@ def test_options_that_do_not_go_together_are_refused(folder):
             meshwise.generate(plan, tokens=3, **options)
     for options, match in (
         ({"prompt": "w1"}, "--prompt needs --generate"),
+        ({"dtype": "bf16"}, "--dtype needs --generate"),
         ({"tokens": 3, "prompt_tokens": "1", "steps": 3}, "--steps is for training; with --generate leave it out"),
     ):
         with pytest.raises(MeshwiseError, match=match):

@@ -28,8 +28,9 @@ from meshwise.hardware.names import chip_of_device
 from meshwise.report.run import GenerateResult, RunResult
 from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.runtime.data import SyntheticTokens, TokenSource, map_tokens, read_text, read_tokenizer
-from meshwise.runtime.devices import find_devices, share_of_machine, software_of
+from meshwise.runtime.devices import find_devices, machine_memory, share_of_machine, software_of
 from meshwise.runtime.generate import generate_timed, generator
+from meshwise.runtime.layered import LayeredGenerator
 from meshwise.runtime.loop import Evaluation, Trained, Watchers, train
 from meshwise.runtime.optimizer import Hyperparameters, LearningRate
 from meshwise.runtime.overlap import tell_network
@@ -237,14 +238,16 @@ def generate_as_planned(plan: Plan, request: GenerateRequest, *, progress: Tell,
 
     Args and errors: as of `generate`.
     """
-    model, layout, dtype = plan.problem.model, plan.layout, plan.problem.job.formats.activations
+    model, layout = plan.problem.model, plan.layout
     tokenizer = None if request.tokenizer_file is None else read_tokenizer(request.tokenizer_file)[0]
     prompt = _prompt(request, tokenizer, model.vocab_size)
     published = None if request.weights is None else find_weights(Path(request.weights), model)
     devices = plan_devices(plan, request.cpu_devices, say)
     sequences = layout.data * layout.fsdp * layout.expert
     length, placed = len(prompt) + request.tokens, place_devices(devices, layout)
-    made = generator(model, layout, placed, sequences=sequences, length=length, dtype=dtype)
+    dtype = _generated_in(plan, request, devices[0].platform)
+    formed = generator(model, layout, placed, sequences=sequences, length=length, dtype=dtype)
+    made = LayeredGenerator.where_faster(formed)
     progress("reading weights")
     weights = made.initial_weights(request.seed) if published is None else made.load(published)
     found = generate_timed(made, weights, np.tile(prompt, (sequences, 1)), request.tokens, progress)
@@ -253,6 +256,7 @@ def generate_as_planned(plan: Plan, request: GenerateRequest, *, progress: Tell,
     return GenerateResult(
         **_machine(plan, devices, chip),
         **attributes(found, "compile_seconds", "first_seconds", "seconds"),
+        dtype=dtype,
         weights=f"drawn by seed {request.seed}" if request.weights is None else request.weights,
         prompt=tuple(int(t) for t in prompt),
         tokens=new,
@@ -261,6 +265,16 @@ def generate_as_planned(plan: Plan, request: GenerateRequest, *, progress: Tell,
         least_first_seconds=least[0],
         least_seconds=least[1],
     )
+
+
+def _generated_in(plan: Plan, request: GenerateRequest, platform: str) -> DType:
+    """Format of weights, activations and cache: a CPU is fast in fp32 alone, as far as its memory goes."""
+    planned = plan.problem.job.formats.activations
+    if request.dtype is not None or platform != "cpu":
+        return planned if request.dtype is None else DType(request.dtype)
+    most = machine_memory()
+    fits = most is None or plan.problem.model.parameters.total * DType.FP32.bytes < most
+    return DType.FP32 if fits else planned
 
 
 def _prompt(request: GenerateRequest, tokenizer: Any, vocabulary: int) -> np.ndarray:

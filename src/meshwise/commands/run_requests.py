@@ -185,13 +185,15 @@ class RunRequest(ExecutionRequest, SeveralProcesses):
 class GenerateRequest(ExecutionRequest):
     """What is to be generated with a plan's layout."""
 
-    sections: ClassVar = {"Generation": ("tokens", "prompt", "prompt_tokens")}
+    sections: ClassVar = {"Generation": ("tokens", "prompt", "prompt_tokens", "dtype")}
 
     tokens: Annotated[int, Flag(name="--generate"), _TOKENS]
     prompt: str | None = None
     """Text to go on from, for --generate."""
     prompt_tokens: Annotated[str | None, Flag("NUMBERS")] = None
     """Tokens to go on from, instead of --prompt: 1,2,3."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Format of weights, activations and cache, for --generate; by default fp32 on a CPU, else the plan's."""
 
     def check(self) -> None:
         """See that options go together.
@@ -230,7 +232,7 @@ class RunOptions(RunRequest, GenerateRequest):
             MeshwiseError: names one.
         """
         if self.tokens is None:
-            for name in ("prompt", "prompt_tokens"):
+            for name in ("prompt", "prompt_tokens", "dtype"):
                 if getattr(self, name) is not None:
                     raise MeshwiseError(f"{flag(name)} needs --generate, the number of new tokens")
             return RunRequest.check(self)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from meshwise.compiler.expected import slots_over_routed
+from meshwise.core.dtypes import DType
 from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.hardware.kernels import GROUPED_PRODUCTS
@@ -127,12 +128,20 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
             f"software: {result.software}",
         ),
         not_modelled=tuple(_not_compared(result)),
-        next_steps=() if result.saved else ("--checkpoint DIR --every 100: states from which a later run continues",),
+        next_steps=said(
+            None if result.saved else "--checkpoint DIR --every 100: states from which a later run continues",
+            "--precision fp32: a CPU multiplies it several times as fast as bf16" if _is_slow(result) else None,
+        ),
     )
 
 
 def _here(result: RunResult | GenerateResult) -> str:
     return f"{result.num_devices:,} x {result.hardware}"
+
+
+def _is_slow(result: RunResult) -> bool:
+    """Whether a CPU multiplies in a format that it is slow in."""
+    return vendor_of_device(result.hardware) == "cpu" and result.plan.problem.job.formats.compute != DType.FP32
 
 
 def _not_compared(result: RunResult) -> Iterator[str]:
@@ -193,6 +202,7 @@ class GenerateResult(Answer):
         plan: whose layout ran.
         hardware: what the devices call themselves; num_devices: how many took part; software: what ran them.
         chip: of the catalog; None where it has no such one.
+        dtype: of weights, activations and cache.
         weights: where they come from, in words.
         prompt: token ids; tokens: new ones, of the first sequence; text: the new ones as text, None without tokenizer.
         sequences: that were extended together, all by the same prompt.
@@ -207,6 +217,7 @@ class GenerateResult(Answer):
     num_devices: int
     software: str
     chip: str | None
+    dtype: DType
     weights: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -241,7 +252,7 @@ def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report
         inputs=inputs,
         answer=f"{len(result.tokens):,} tokens on {_here(result)}: {first}{speed}",
         data={
-            **picked(result, "hardware num_devices software chip weights tokens text sequences"),
+            **picked(result, "hardware num_devices software chip dtype weights tokens text sequences"),
             **picked(result, "tokens_per_s seconds prompt_tokens=prompt compile_s=compile_seconds"),
             **picked(
                 result,
@@ -253,6 +264,7 @@ def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report
         body=(" ".join(map(str, result.tokens)) if result.text is None else result.text, _token_times(result)),
         assumed=(
             f"weights: {result.weights}",
+            f"format: {_format(result)}",
             f"sequences extended together: {result.sequences:,}, all with {prompt}",
             "greedy decoding: the most likely token each time",
             times,
@@ -263,6 +275,18 @@ def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report
             "end-of-text tokens: generation continues after them",
             unknown if result.least_seconds is None else None,
         ),
+    )
+
+
+def _format(result: GenerateResult) -> str:
+    """The format of what was generated, and what another would be."""
+    planned = result.plan.problem.job.formats.activations
+    if vendor_of_device(result.hardware) != "cpu":
+        return result.dtype if result.dtype == planned else f"{result.dtype} (--dtype); the plan's is {planned}"
+    if result.dtype != DType.FP32:
+        return f"{result.dtype}, in which a CPU is several times slower than in fp32"
+    return (
+        result.dtype if planned == result.dtype else f"fp32, in which a CPU is fast; the plan's is {planned} (--dtype)"
     )
 
 

@@ -22,7 +22,7 @@ from meshwise.runtime.early import Gathered, waited_for
 from meshwise.runtime.kernels.masks import Masks
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
-from meshwise.runtime.narrow import Narrow
+from meshwise.runtime.narrow import Held
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.paged import attend_paged, new_tokens
 from meshwise.runtime.products import PlacedProducts, Reduced, multiply, others, reduced_in_turn
@@ -60,7 +60,7 @@ class _Walk:
         if t.kind is Kind.INDEX or wanted == self.held[t.name]:
             return self.arrays[t.name]
         held = self.held[t.name]
-        if isinstance(self.arrays[t.name], Narrow):
+        if isinstance(self.arrays[t.name], Held):
             assert self.placement.spec(held) == self.placement.spec(wanted), "engines hold weights where they are read"
             return self.arrays[t.name]
         if (t.name, wanted) not in self.copies:
@@ -230,7 +230,7 @@ class _Walk:
     def _compute(self, op: Op, inputs: list[jax.Array], splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         if isinstance(op, Einsum):
             weight: Any = inputs[1]
-            if isinstance(weight, Narrow):
+            if isinstance(weight, Held):
                 return weight.multiply(op, inputs[0])
             in_turn = op.inputs[1].name in self.sinks
             return multiply(op, inputs[0], weight, self.placement, splits, in_turn=in_turn)
@@ -303,7 +303,7 @@ def _rings(block: Block, placement: Placement, around: Surroundings) -> dict[str
 
 def _cast(w: Any, dtype: Any) -> Any:
     """Bring a weight to the format in which it is multiplied; its gradient stays as wide as it is."""
-    if isinstance(w, Narrow):
+    if isinstance(w, Held):
         return w  # as it is read
     return Watched(w.value.astype(dtype), w.sink) if isinstance(w, Watched) else w.astype(dtype)
 

@@ -157,6 +157,19 @@ class Generator(Decoder):
         """
         return self._jitted(self._next)
 
+    def compile(self, new: int) -> Any:
+        """`next_token` compiled for so many new tokens of each sequence."""
+        return self.next_token.lower(self.abstract_weights, self.abstract_cache, *self.abstract_step(new)).compile()
+
+    def abstract_step(self, new: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Tokens and start of a step."""
+        return jax.ShapeDtypeStruct((self.sequences, new), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def most_likely(self, weights: Tree, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """The most likely next tokens [sequences], of the residual stream after all layers."""
+        logits = self.stack.logits(weights, x[:, -1:], positions[-1:])
+        return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
+
     def _jitted(self, extend: Callable[..., Any]) -> Any:
         weights, cache = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_weights, self.abstract_cache))
         return jax.jit(extend, in_shardings=(weights, cache, None, None), out_shardings=(None, cache), donate_argnums=1)
@@ -179,14 +192,15 @@ class Generator(Decoder):
                 f"generate: {prompt.shape[1]} tokens of the prompt and {count} new ones do not fit the cache of "
                 f"{self.length}; give a longer one"
             )
-        made = self.each_token(self.next_token, self.next_token, weights, self.empty_cache(), prompt)
+        prefill, decode = (self.compile(n) for n in (prompt.shape[1], 1))
+        made = self.each_token(prefill, decode, weights, self.empty_cache(), prompt)
         return jnp.stack(list(itertools.islice(made, count)), axis=1)
 
     def each_token(self, prefill: Any, decode: Any, weights: Tree, cache: Cache, prompt: Any) -> Iterator[np.ndarray]:
         """Generate the most likely tokens without end, a step for each.
 
         Args:
-            prefill, decode: `next_token`, or what it is compiled to for the prompt and for one token.
+            prefill, decode: `next_token`, compiled for the prompt and for one token.
             weights, prompt: as for `greedy`.
             cache: empty; it is donated.
         """
@@ -202,8 +216,7 @@ class Generator(Decoder):
 
     def _next(self, weights: Tree, cache: Cache, tokens: jax.Array, start: jax.Array) -> tuple[jax.Array, Cache]:
         x, positions, kept = self._stream(weights, cache, tokens, start)
-        logits = self.stack.logits(weights, x[:, -1:], positions[-1:])
-        return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), kept
+        return self.most_likely(weights, x, positions), kept
 
     def _stream(
         self, weights: Tree, cache: Cache, tokens: jax.Array, start: jax.Array
@@ -274,7 +287,7 @@ def generate_timed(
 
     Args:
         made: the program, of room for prompt and new tokens.
-        weights: by run and name.
+        weights: that it loaded.
         prompt: int32 [sequences, tokens].
         count: of new tokens, at least 1.
         progress: told a line now and then.
@@ -286,10 +299,7 @@ def generate_timed(
     with in_words():
         progress("compiling")
         begun = time.perf_counter()
-        start = jax.ShapeDtypeStruct((), jnp.int32)
-        tokens = [jax.ShapeDtypeStruct((len(prompt), n), jnp.int32) for n in (prompt.shape[1], 1)]
-        lowered = [made.next_token.lower(made.abstract_weights, made.abstract_cache, t, start) for t in tokens]
-        prefill, decode = (program.compile() for program in lowered)
+        prefill, decode = (made.compile(n) for n in (prompt.shape[1], 1))
         compiled = time.perf_counter() - begun
         cache, rows, times = jax.block_until_ready(made.empty_cache()), [], []
         steps = made.each_token(prefill, decode, weights, cache, np.asarray(prompt, np.int32))
