@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwise.costs.arithmetic import Num, is_one, maximum, minimum
+from meshwise.costs.arithmetic import Num, is_one, maximum, minimum, some
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.ends import own_positions
@@ -281,7 +281,8 @@ class Evaluated:
     ledger: Ledger | None = None
 
     def _stages(self, pipeline: Pipeline) -> tuple[StageMemory, ...]:
-        alone = self.problem.held_as(self.structure)
+        alone, shape = self.problem.held_as(self.structure), pipeline.shape
+        lone = alone is not self.structure and some((shape.num_microbatches == 1) & (shape.stages == 1))
         return stage_memories(
             [(part, p.memory, own.memory) for p, part, own in self.blocks],
             self.extents,
@@ -292,7 +293,7 @@ class Evaluated:
                 self.problem.job.seq_len, self.extents.mesh, sequence_parallel=self.structure.sequence_parallel
             ),
             noted=self.ledger is not None,
-            alone=[] if alone is self.structure else [b.memory for b in self.problem.lowered.training(alone)],
+            alone=[b.memory for b in self.problem.lowered.training(alone.but(remat="none"))] if lone else [],
         )
 
     def time(self, pipeline: Pipeline) -> StepTime:

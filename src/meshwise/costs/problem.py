@@ -90,7 +90,7 @@ class TrainingProblem(_Problem):
     def held_as(self, choices: LayoutChoices) -> LayoutChoices:
         """The choices that hold the same state where a step is one microbatch, and no pipeline.
 
-        Our own programs then scatter gradients as they are made, with ZeRO-1 as with ZeRO-2.
+        Our own programs then scatter gradients as they are made, with ZeRO-1 as with ZeRO-2; whatever the remat policy.
         """
         return choices.but(zero=2) if self.own_program and choices.zero == 1 else choices
 
