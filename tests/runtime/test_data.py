@@ -1,14 +1,20 @@
 """Files of token numbers; clipping; evaluation, metrics and the steps that are kept, in runs of a small model."""
 
+import importlib.util
 import json
+import struct
+import sys
+from contextlib import ExitStack
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 import meshwise
-from meshwise.core.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError, MissingDependencyError
 from meshwise.runtime.data import map_tokens
+from meshwise.runtime.metrics import tensorboard, weights_and_biases
 from meshwise.runtime.optimizer import clipped
 from tests.runtime.test_run import plan_of
 
@@ -70,13 +76,59 @@ def test_gradients_are_scaled_down_to_a_norm_and_never_up():
     assert float(clipped(given, 10.0)[0]["b"][0, 0]) == pytest.approx(4.0)
 
 
+#: Stands for the library, which is none of ours.
+WANDB = """
+import json
+
+class Error(Exception):
+    pass
+
+class Run:
+    def log(self, numbers, step):
+        with open("{path}", "a") as file:
+            file.write(json.dumps(dict(step=step, **numbers)) + chr(10))
+
+    def finish(self):
+        pass
+
+def init(**given):
+    if given["project"] == "none":
+        raise Error("no key")
+    with open("{path}", "a") as file:
+        file.write(json.dumps(given) + chr(10))
+    return Run()
+"""
+
+
+def stand_in(folder, monkeypatch):
+    (folder / "wandb.py").write_text(WANDB.format(path=folder / "logged"))
+    spec = importlib.util.spec_from_file_location("wandb", folder / "wandb.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+
+def scalars(folder):
+    """By step and name, what TensorBoard reads: records of a length, its checksum, an event, its checksum."""
+    found = {}
+    for path in folder.iterdir():
+        left = path.read_bytes()
+        while left:
+            end = 12 + struct.unpack("<Q", left[:8])[0]
+            event, left = Event.FromString(left[12:end]), left[end + 4 :]
+            found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+    return found
+
+
 @pytest.mark.jax
-def test_a_run_evaluates_tells_and_keeps(file, tmp_path):
+def test_a_run_evaluates_tells_and_keeps(file, tmp_path, monkeypatch):
     held_out = tmp_path / "val.bin"
     (np.arange(512) % 32).astype("<u2").tofile(held_out)
     metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "steps"
     data = {"token_file": str(file), "evaluate": str(held_out), "evaluate_every": 2, "evaluate_batches": 2}
     told = {"metrics": str(metrics), "checkpoint": str(folder), "every": 1, "keep": 2}
+    told |= {"tensorboard": str(tmp_path / "events"), "wandb": "mine"}
+    stand_in(tmp_path, monkeypatch)
     first = meshwise.run_plan(plan_of(), steps=3, learning_rate=0.01, clip_gradients=0.5, beta2=0.99, **data, **told)
     second = meshwise.run_plan(plan_of(), steps=5, learning_rate=0.01, clip_gradients=0.5, beta2=0.99, **data, **told)
     whole = meshwise.run_plan(plan_of(), steps=5, learning_rate=0.01, clip_gradients=0.5, beta2=0.99, **data)
@@ -88,8 +140,26 @@ def test_a_run_evaluates_tells_and_keeps(file, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["gradient_norm"] > 0 and row["tokens_per_s"] > 0 for row in rows)
     assert ["evaluation_loss" in row for row in rows] == [False, True, True, True, True]
+    assert scalars(tmp_path / "events") == {(r["step"], k): pytest.approx(r[k]) for r in rows for k in r if k != "step"}
+    begun, *logged = [json.loads(line) for line in (tmp_path / "logged").read_text().splitlines()]
+    assert (begun["project"], begun["config"]["beta2"]) == ("mine", 0.99)
+    assert [one for one in logged if "config" not in one] == rows
     with pytest.raises(MeshwiseError, match="of another run: run: beta2"):
         meshwise.run_plan(plan_of(), steps=6, learning_rate=0.01, clip_gradients=0.5, **data, **told)
+
+
+def test_a_place_for_numbers_that_is_not_there_is_said_in_words(tmp_path, monkeypatch):
+    with ExitStack() as closing:
+        with monkeypatch.context() as missing:
+            missing.setattr(importlib.util, "find_spec", lambda _: None)
+            with pytest.raises(MissingDependencyError, match="--wandb needs the library wandb: pip install wandb"):
+                weights_and_biases("mine", {}, closing)
+        stand_in(tmp_path, monkeypatch)
+        with pytest.raises(MeshwiseError, match="--wandb none: no key"):
+            weights_and_biases("none", {}, closing)
+        (tmp_path / "taken").touch()
+        with pytest.raises(MeshwiseError, match=r"--tensorboard .*taken"):
+            tensorboard(tmp_path / "taken", closing)
 
 
 @pytest.mark.jax

@@ -1,5 +1,6 @@
 """The step as a compiler and a training loop meet it: abstract state, donated buffers, the optimizer's arithmetic."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -102,6 +103,29 @@ def test_steps_lower_the_loss_and_keep_their_shardings():
     assert losses[0] - losses[-1] > 0.05
     assert int(state["step"]) == 4
     assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, step.abstract_state)
+
+
+@pytest.mark.jax
+def test_scales_and_biases_decay_only_where_all_does():
+    """One step each: matrices end where decay of all brings them, the others where none does."""
+
+    def after(**constants):
+        step = replace(
+            make(dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64 bias=yes"), Layout()),
+            constants=Hyperparameters(learning_rate=0.1, **constants),
+        )
+        return step.jitted(state_of(step), batch_of(step))[0]["weights"]
+
+    none, all_of, some = after(weight_decay=0.0), after(weight_decay=0.5), after(weight_decay=0.5, decayed="matrices")
+    for run, name, expected, other in (
+        ("layer", "w_up", all_of, none),
+        ("embed", "w_embed", all_of, none),
+        ("layer", "norm.mlp", none, all_of),
+        ("head", "norm.final", none, all_of),
+    ):
+        found = np.asarray(some[run][name])
+        np.testing.assert_array_equal(found, expected[run][name])
+        assert np.all(found != other[run][name])
 
 
 @pytest.mark.jax

@@ -5,7 +5,6 @@ It loads JAX. Not here: the requests (`run_requests`), the step, the loop and th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -32,6 +31,7 @@ from meshwise.runtime.devices import find_devices, machine_memory, share_of_mach
 from meshwise.runtime.generate import generate_timed, generator
 from meshwise.runtime.layered import LayeredGenerator
 from meshwise.runtime.loop import Evaluation, Trained, Watchers, train
+from meshwise.runtime.metrics import Sink, json_lines, tensorboard, weights_and_biases
 from meshwise.runtime.optimizer import Hyperparameters, LearningRate
 from meshwise.runtime.overlap import tell_network
 from meshwise.runtime.processes import Processes, first_process, join
@@ -102,7 +102,7 @@ def _train(
                 )
             load = kept.load if kept.latest else load
         profile, last, seed = None if request.profile is None else Path(request.profile), request.steps, request.seed
-        watchers = Watchers(progress, _metrics(request), _evaluation(plan, request))
+        watchers = Watchers(progress, _metrics(plan, request, stack), _evaluation(plan, request))
         return train(
             step,
             source,
@@ -129,24 +129,27 @@ def _compiled(plan: Plan, step: TrainStep, lowered: Any) -> Any:
     return fastest(compiled, step.compiler_options, step.profiled_options, mesh, planned_rates(plan)).loaded
 
 
-def _metrics(request: RunRequest) -> Callable[[Mapping[str, float]], None]:
-    """What takes each step's numbers: lines of JSON, in the first process.
+def _metrics(plan: Plan, request: RunRequest, closing: ExitStack) -> Sink:
+    """What takes each step's numbers, in the first process.
 
     Raises:
-        MeshwiseError: the file cannot be written.
+        MissingDependencyError: a library is missing.
+        MeshwiseError: one of them cannot be written.
     """
-    if request.metrics is None or not first_process():
-        return lambda _: None
-    path = Path(request.metrics)
+    sinks: list[Sink] = []
+    if first_process():
+        if request.metrics is not None:
+            sinks.append(json_lines(Path(request.metrics)))
+        if request.tensorboard is not None:
+            sinks.append(tensorboard(Path(request.tensorboard), closing))
+        if request.wandb is not None:
+            settings = {"model": plan.problem.model.name, "layout": plan.line, **_rates(request)}
+            sinks.append(weights_and_biases(request.wandb, settings, closing))
 
     def add(numbers: Mapping[str, float]) -> None:
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dict(numbers)) + "\n" if numbers else "")
-        except OSError as error:
-            raise MeshwiseError(f"--metrics {path}: {error.strerror}") from None
+        for sink in sinks:
+            sink(numbers)
 
-    add({})  # a file that cannot be written is told of before the first step
     return add
 
 
@@ -189,7 +192,7 @@ def _read(plan: Plan, request: RunRequest, flag: str, file: Path) -> TokenSource
 
 
 def _hyperparameters(request: RunRequest) -> Hyperparameters:
-    given = attributes(request, "beta1", "beta2", "epsilon", "weight_decay")
+    given = attributes(request, "beta1", "beta2", "epsilon", "weight_decay", "decayed")
     constants = {name: value for name, value in given.items() if value is not None}
     return Hyperparameters(learning_rate=_learning_rate(request), clip=request.clip_gradients, **constants)
 
@@ -214,7 +217,7 @@ def _rates(request: RunRequest) -> dict[str, Any]:
         "decay_steps": falls and rate.decay_steps,
         "final_learning_rate": rate.final,
     }
-    constants = attributes(request, "beta1", "beta2", "epsilon", "weight_decay", "clip_gradients")
+    constants = attributes(request, "beta1", "beta2", "epsilon", "weight_decay", "decayed", "clip_gradients")
     given = {name: value for name, value in constants.items() if value is not None}
     return {name: value for name, value in rates.items() if value} | given
 

@@ -119,12 +119,18 @@ class RunRequest(ExecutionRequest, SeveralProcesses):
     """Added to the root of that average; by default 1e-8."""
     weight_decay: float | None = Field(default=None, ge=0, le=1e3)
     """Decoupled weight decay, times the learning rate; by default 0.1."""
+    decayed: Annotated[Literal["all", "matrices"] | None, Flag(name="--weight-decay-of")] = None
+    """What decays: all weights, the default, or matrices and tables alone, without scales of norms and biases."""
     unroll_layers: bool = False
     """Write the loop over layers out: what the backward pass reads stays where it was made, and is copied into no
     stack of all layers. On GPUs a step is faster so, and compiling takes longer; memory differs by a few percent from
     what 'verify' finds, which compiles loops."""
     metrics: Annotated[str | None, Flag("FILE")] = None
     """Add a line of JSON for each step to this file: loss, learning rate, seconds, tokens/s, norms, evaluations."""
+    tensorboard: Annotated[str | None, Flag("DIR")] = None
+    """Write the same numbers to this folder for TensorBoard."""
+    wandb: Annotated[str | None, Flag("PROJECT")] = None
+    """Log the same numbers to this project of Weights & Biases, if its library is installed."""
     keep: int | None = Field(default=None, ge=1, le=10**6)
     """Keep the last N saved steps of a --checkpoint, and remove older ones; by default all are kept."""
     profile: Annotated[str | None, Flag("DIR")] = None

@@ -8,7 +8,7 @@ number alone, so a resumed run has the rates of one that was never stopped. Not 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -75,6 +75,7 @@ class Hyperparameters:
         beta1, beta2: decay of the averages of gradients and of their squares.
         epsilon: added to the root of the latter.
         weight_decay: decoupled, times the learning rate (Loshchilov & Hutter 2019).
+        decayed: what decays: all, or matrices and tables alone, without scales of norms and biases.
         clip: gradients whose norm, all of them together, is larger are scaled down to it (Pascanu et al. 2013); None
             for never.
     """
@@ -85,12 +86,17 @@ class Hyperparameters:
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
+    decayed: Literal["all", "matrices"] = "all"
     clip: float | None = None
 
     def rate(self, step: Any) -> Any:
         """Learning rate of a step, whose number may be traced."""
         given = self.learning_rate
         return given.at(step) if isinstance(given, LearningRate) else given
+
+    def of(self, *, is_matrix: bool) -> Hyperparameters:
+        """The constants of one weight."""
+        return self if is_matrix or self.decayed == "all" else replace(self, weight_decay=0.0)
 
 
 def clipped(gradients: Any, most: float) -> tuple[Any, jax.Array]:

@@ -209,8 +209,8 @@ class TrainStep:
             def held(x: jax.Array, part: str) -> jax.Array:
                 return parameter.hold(x, self.stack.placement, part)
 
-            named = dict(zip(moments, old, strict=True))
-            new, changed = update(self.constants, held(kept, "optimizer"), held(gradient, "optimizer"), named, step)
+            named, constants = dict(zip(moments, old, strict=True)), self.constants.of(is_matrix=parameter.scale > 0)
+            new, changed = update(constants, held(kept, "optimizer"), held(gradient, "optimizer"), named, step)
             made = {name: held(value.astype(named[name].dtype), "optimizer") for name, value in changed.items()}
             stored = parameter.gathered(held(new.astype(weight.dtype), "optimizer"), self.stack.placement)
             return made | {"weights": stored, "master": held(new.astype(kept.dtype), "optimizer")}
