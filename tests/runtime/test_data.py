@@ -8,7 +8,10 @@ from contextlib import ExitStack
 
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
+from safetensors.numpy import save_file
 from tensorboardX.proto.event_pb2 import Event
 
 import meshwise
@@ -74,6 +77,50 @@ def test_gradients_are_scaled_down_to_a_norm_and_never_up():
     assert float(norm) == pytest.approx(5.0)
     assert float(found["a"][0]) == pytest.approx(0.6)
     assert float(clipped(given, 10.0)[0]["b"][0, 0]) == pytest.approx(4.0)
+
+
+@pytest.fixture(params=["parquet", "arrow", "stream", "safetensors"])
+def table(request, tmp_path):
+    """A file of the same tokens as `file`, in rows of 16; beside them a text, and other numbers."""
+    ids = (np.arange(4096) % 32).astype(np.int32)
+    if request.param == "safetensors":
+        save_file({"tokens": ids.reshape(-1, 16), "lengths": np.full(256, 16)}, tmp_path / "train.safetensors")
+        return tmp_path / "train.safetensors"
+    rows = pa.table({"text": ["a"] * 256, "input_ids": list(ids.reshape(-1, 16)), "length": [16] * 256})
+    path = tmp_path / ("train.parquet" if request.param == "parquet" else "train.arrow")
+    if request.param == "parquet":
+        parquet.write_table(rows, path, row_group_size=100)
+    else:
+        made = pa.ipc.new_file if request.param == "arrow" else pa.ipc.new_stream
+        with made(path, rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=100)
+    return path
+
+
+def test_a_known_format_has_the_same_windows(table, file):
+    expected = map_tokens("--token-file", file, None, **NEEDED).sequences(3, 5, 9)
+    np.testing.assert_array_equal(map_tokens("--token-file", table, None, **NEEDED).sequences(3, 5, 9), expected)
+    with pytest.raises(MeshwiseError, match=f"--token-format uint16: {table.name} says itself"):
+        map_tokens("--token-file", table, "uint16", **NEEDED)
+    with pytest.raises(MeshwiseError, match=r"expected at least 5,000 tokens .* found 4,096"):
+        map_tokens("--token-file", table, None, **{**NEEDED, "shortest": 5000})
+    table.write_bytes(table.read_bytes()[:50])
+    with pytest.raises(MeshwiseError, match=r"expected (Parquet|Arrow|safetensors): "):
+        map_tokens("--token-file", table, None, **NEEDED)
+
+
+def test_tokens_that_are_not_found_are_asked_for_by_name(tmp_path):
+    path = tmp_path / "train.parquet"
+    for columns, words in (
+        ({"text": ["a"]}, "expected one column of whole numbers, or one named input_ids or tokens$"),
+        ({"a": [1], "b": [[2]]}, "or one named input_ids or tokens; found a, b"),
+        ({"tokens": [1], "input_ids": [2]}, "; found input_ids, tokens"),
+    ):
+        parquet.write_table(pa.table(columns), path)
+        with pytest.raises(MeshwiseError, match=words):
+            map_tokens("--token-file", path, None, **NEEDED)
+    parquet.write_table(pa.table({"only": [[1, 2], None, [3] * 7]}), path)  # a row may lack a list
+    assert map_tokens("--token-file", path, None, **NEEDED).ids.tolist() == [1, 2] + [3] * 7
 
 
 #: Stands for the library, which is none of ours.

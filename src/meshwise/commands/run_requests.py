@@ -99,10 +99,11 @@ class RunRequest(ExecutionRequest, SeveralProcesses):
     text: File | None = None
     """Train on random windows of this text file, instead of synthetic tokens."""
     token_file: File | None = None
-    """Train on random windows of this file of token numbers, little-endian without a header (nanoGPT's and Megatron's
-    .bin), mapped into memory."""
+    """Train on random windows of this file of token numbers: little-endian without a header (nanoGPT's and Megatron's
+    .bin), or .parquet, .arrow or .safetensors."""
     token_format: Literal["uint16", "uint32"] | None = None
-    """Format of --token-file and --evaluate; by default uint16 for vocabularies up to 65,536, else uint32."""
+    """Format of --token-file and --evaluate without a header; by default uint16 for vocabularies up to 65,536, else
+    uint32."""
     evaluate: File | None = None
     """Held-out text, or file of token numbers, as the one that is trained on: its loss is taken now and then."""
     evaluate_every: int | None = Field(default=None, ge=1, le=10**8)

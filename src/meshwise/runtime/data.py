@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,10 +137,10 @@ class TextTokens:
 
 @dataclass(frozen=True, slots=True)
 class FileTokens:
-    """Random windows of a file of token numbers, which is mapped into memory and never read whole.
+    """Random windows of the token numbers of a file, one after the other.
 
     Args:
-        ids: the file.
+        ids: of the file, which is mapped into memory where its format allows that, and then never read whole.
         vocabulary: tokens that the model knows.
         seed: of the windows.
         digest: of the file's size, beginning and end.
@@ -178,20 +179,32 @@ class FileTokens:
 _ENDS = 1 << 20
 
 
+#: Endings of files that say themselves how their numbers are held.
+_TABLES = (".parquet", ".arrow", ".safetensors")
+
+#: Names of a column, or a tensor, of tokens, where there are others.
+_TOKENS = ("input_ids", "tokens")
+
+
 def map_tokens(flag: str, file: Path, kind: str | None, *, vocabulary: int, shortest: int, seed: int) -> FileTokens:
-    """Map a file of token numbers without a header, as nanoGPT and Megatron's `.bin` hold them.
+    """Map a file of token numbers: without a header, as nanoGPT and Megatron's `.bin` hold them, or of a known format.
 
     Args:
         flag: that named it.
-        file: of little-endian numbers.
-        kind: "uint16" or "uint32"; by the vocabulary where None.
+        file: of little-endian numbers, or one of Parquet, Arrow or safetensors by its ending: the column, or tensor, of
+            whole numbers (or lists of them), named `input_ids` or `tokens` where there are several.
+        kind: "uint16" or "uint32", of a file without a header; by the vocabulary where None.
         vocabulary: tokens that the model knows.
         shortest: tokens that are needed at least.
         seed: of the windows that are read.
 
     Raises:
+        MissingDependencyError: a library is missing that reads the format.
         MeshwiseError: a file that cannot be read, that is not whole numbers of this size, or that is too short.
     """
+    name, known = f"{flag} {file}", file.suffix in _TABLES
+    if known and kind is not None:
+        raise MeshwiseError(f"--token-format {kind}: {file.name} says itself how its numbers are held; leave it out")
     dtype = np.dtype(kind or ("uint16" if vocabulary <= 1 << 16 else "uint32")).newbyteorder("<")
     try:
         size = file.stat().st_size
@@ -199,18 +212,83 @@ def map_tokens(flag: str, file: Path, kind: str | None, *, vocabulary: int, shor
             ends = opened.read(_ENDS)
             opened.seek(max(0, size - _ENDS))
             ends += opened.read()
-        if size % dtype.itemsize:
-            raise MeshwiseError(f"{flag} {file}: {size:,} bytes are no whole number of {dtype.name} tokens")
-        if size // dtype.itemsize < shortest:
-            raise MeshwiseError(
-                f"{flag} {file}: expected at least {shortest:,} tokens (a sequence and one more), "
-                f"found {size // dtype.itemsize:,}"
-            )
-        ids = np.memmap(file, dtype, mode="r")
+        if not known and size % dtype.itemsize:
+            raise MeshwiseError(f"{name}: {size:,} bytes are no whole number of {dtype.name} tokens")
+        ids = _read_table(name, file) if known else np.memmap(file, dtype, mode="r") if size else np.empty(0, dtype)
     except OSError as error:
-        raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
+        raise MeshwiseError(f"{name}: {error.strerror or error}") from None
+    if len(ids) < shortest:
+        raise MeshwiseError(
+            f"{name}: expected at least {shortest:,} tokens (a sequence and one more), found {len(ids):,}"
+        )
     digest = hashlib.sha256(str(size).encode() + ends).hexdigest()
-    return FileTokens(ids, vocabulary, seed, digest, f"{flag} {file}")
+    return FileTokens(ids, vocabulary, seed, digest, name)
+
+
+def _read_table(name: str, file: Path) -> np.ndarray:
+    """The token numbers of a file in one of `_TABLES`, row after row.
+
+    Raises:
+        MissingDependencyError: a library is missing.
+        MeshwiseError: it is no such file, or no tokens are found in it.
+    """
+    kind = file.suffix[1:]
+    library, extra = ("safetensors", "run") if kind == "safetensors" else ("pyarrow", "parquet")
+    if importlib.util.find_spec(library) is None:
+        raise MissingDependencyError(f"{name} needs the library {library}: pip install 'meshwise[{extra}]'")
+    found = _tensors(name, file) if kind == "safetensors" else _columns(name, file)
+    chosen = [column for column in _TOKENS if column in found] or list(found)
+    if len(chosen) != 1:
+        among = f"; found {', '.join(chosen)}" if chosen else ""
+        what = "tensor" if kind == "safetensors" else "column"
+        raise MeshwiseError(f"{name}: expected one {what} of whole numbers, or one named {' or '.join(_TOKENS)}{among}")
+    return found[chosen[0]]().reshape(-1)
+
+
+def _tensors(name: str, file: Path) -> dict[str, Callable[[], np.ndarray]]:
+    """What reads each tensor of whole numbers."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  (an optional extra)
+
+    try:
+        opened: Any = safe_open(file, "numpy")  # mapped; kept open by what reads
+        names = [key for key in opened.keys() if opened.get_slice(key).get_dtype()[0] in "IU"]  # noqa: SIM118
+    except SafetensorError as error:
+        raise MeshwiseError(f"{name}: expected safetensors: {error}") from None
+    return {key: partial(opened.get_tensor, key) for key in names}
+
+
+def _columns(name: str, file: Path) -> dict[str, Callable[[], np.ndarray]]:
+    """What reads each column of whole numbers, or of lists of these."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional extra)
+    import pyarrow.parquet  # noqa: PLC0415
+
+    parquet: Any = pyarrow.parquet
+
+    def is_whole(type_: Any) -> bool:
+        inner = type_.value_type if pa.types.is_list(type_) or pa.types.is_large_list(type_) else type_
+        return bool(pa.types.is_integer(inner))
+
+    def read(key: str) -> np.ndarray:
+        column = parquet.read_table(file, columns=[key])[key] if table is None else table[key]
+        parts = [part.flatten() if pa.types.is_nested(part.type) else part for part in column.chunks]
+        return np.concatenate([part.drop_null().to_numpy() for part in parts] or [np.empty(0, np.int64)])
+
+    try:
+        table = None if file.suffix == ".parquet" else _arrow(pa, file)
+        schema = parquet.read_schema(file) if table is None else table.schema
+    except pa.ArrowInvalid as error:
+        raise MeshwiseError(f"{name}: expected {file.suffix[1:].capitalize()}: {error}") from None
+    return {own.name: partial(read, own.name) for own in schema if is_whole(own.type)}
+
+
+def _arrow(pa: Any, file: Path) -> Any:
+    """A table that stays in the file, mapped."""
+    with pa.memory_map(str(file)) as source:
+        try:
+            return pa.ipc.open_file(source).read_all()
+        except pa.ArrowInvalid:  # as the library datasets saves
+            source.seek(0)
+            return pa.ipc.open_stream(source).read_all()
 
 
 def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, seed: int) -> TextTokens:
