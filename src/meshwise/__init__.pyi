@@ -333,7 +333,7 @@ def run_plan(
     epsilon: float | None = None,
     weight_decay: float | None = None,
     decayed: Literal["all", "matrices"] | None = None,
-    unroll_layers: bool = False,
+    unroll_layers: bool | None = None,
     metrics: str | None = None,
     tensorboard: str | None = None,
     wandb: str | None = None,

@@ -116,7 +116,8 @@ def test_gradients_that_are_reduced_in_turn_are_those_of_one_device(name, monkey
 @pytest.mark.jax
 @pytest.mark.parametrize(("remat", "runs"), [("none", [[1, 1, 1], [2]]), ("full", [[2, 1], [2]])])
 @pytest.mark.parametrize("told", [False, True])
-def test_layers_written_out_in_one_round_pass_a_turn_on(remat, runs, told, monkeypatch):
+@pytest.mark.parametrize("unroll", [False, True])
+def test_layers_written_out_in_one_round_pass_a_turn_on(remat, runs, told, unroll, monkeypatch):
     """Each adds 1 to what comes back of it where `told`: the stream's gradient has them of what is written out."""
     config = {**MODELS["gemma3"], "num_hidden_layers": 8, "sliding_window_pattern": 3}
     model, layout = configured("period", config), Layout(data=2, fsdp=2, zero=2, num_microbatches=2, remat=remat)
@@ -130,9 +131,10 @@ def test_layers_written_out_in_one_round_pass_a_turn_on(remat, runs, told, monke
     monkeypatch.setattr(forward, "reduced_in_turn", reduced)
     step = make(model, layout)
     assert [[run.count for run in s.runs] for s in step.stack.segments] == runs
+    step = replace(step, stack=replace(step.stack, unroll=unroll))
     loss, found = loss_and_gradients(step)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert (worst(found, expected) < 1e-5) == (not told or remat == "full")
+    assert (worst(found, expected) < 1e-5) == (not told or (remat == "full" and not unroll))
 
 
 def _waited_for(kind="NVIDIA H100 80GB HBM3", **sizes):
@@ -160,3 +162,22 @@ def test_long_gathers_of_experts_weights_are_waited_for_where_they_have_come():
     assert _waited_for("NVIDIA B200", **sizes, Fe=384) == {}, "it computes faster, and has links as slow between hosts"
     assert _waited_for(**sizes, Fe=16) == {}, "shorter than the exchange of rows"
     assert _waited_for(**sizes, Fe=8192) == {}, "longer than all that runs before it"
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "nvidia", "unroll"),
+    [
+        (DENSE, {"data": 2, "remat": "none"}, True, True),
+        (DENSE, {"data": 2, "remat": "matmuls"}, True, True),
+        (DENSE, {"data": 2, "remat": "attention"}, True, False),
+        (DENSE, {"data": 2, "remat": "full"}, True, False),
+        (DENSE.replace("L=3", "L=36"), {"data": 2, "remat": "none"}, True, True),
+        (DENSE.replace("L=3", "L=37"), {"data": 2, "remat": "none"}, True, False),
+        (DENSE.replace("L=3", "L=4"), {"stage": 2, "num_microbatches": 2, "remat": "none"}, True, False),
+        (MIXTURE, {"data": 2, "remat": "none"}, True, False),
+        (DENSE, {"data": 2, "remat": "none"}, False, False),
+    ],
+)
+def test_loops_over_few_layers_are_written_out_where_much_is_kept(text, layout, nvidia, unroll, monkeypatch):
+    monkeypatch.setattr(shardings.Placement, "is_nvidia", nvidia)
+    assert make(dense(text), Layout(**layout)).stack.unroll is unroll

@@ -52,8 +52,8 @@ def train_as_planned(
     devices = plan_devices(plan, request.cpu_devices, say, request.processes)
     chip, job, rate = chip_of(plan, devices), plan.problem.job, _hyperparameters(request)
     step = train_step(plan.problem.model, plan.layout, job, place_devices(devices, plan.layout), rate)
-    if request.unroll_layers:
-        step = replace(step, stack=replace(step.stack, unroll=True))
+    if request.unroll_layers is not None:
+        step = replace(step, stack=replace(step.stack, unroll=request.unroll_layers))
     trained = _train(plan, request, step, progress=progress, saved=saved)
     compiled = trained.compiled
     return RunResult(

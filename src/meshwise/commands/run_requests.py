@@ -122,10 +122,10 @@ class RunRequest(ExecutionRequest, SeveralProcesses):
     """Decoupled weight decay, times the learning rate; by default 0.1."""
     decayed: Annotated[Literal["all", "matrices"] | None, Flag(name="--weight-decay-of")] = None
     """What decays: all weights, the default, or matrices and tables alone, without scales of norms and biases."""
-    unroll_layers: bool = False
-    """Write the loop over layers out: what the backward pass reads stays where it was made, and is copied into no
-    stack of all layers. On GPUs a step is faster so, and compiling takes longer; memory differs by a few percent from
-    what 'verify' finds, which compiles loops."""
+    unroll_layers: bool | None = None
+    """Write loops over layers out, or never: what the backward pass reads then stays where it was made, and is copied
+    into no stack of all layers. On GPUs a step is faster so, and compiling takes longer. By default those of 36 layers
+    and less are on NVIDIA GPUs, without experts and stages, where all products are kept, as in 'verify'."""
     metrics: Annotated[str | None, Flag("FILE")] = None
     """Add a line of JSON for each step to this file: loss, learning rate, seconds, tokens/s, norms, evaluations."""
     tensorboard: Annotated[str | None, Flag("DIR")] = None

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwise.runtime.layers import Layer, Stack, add_at, run_segment
+from meshwise.runtime.layers import Layer, Stack, add_at, run_segment, without_turn
 from meshwise.runtime.params import Run, Segment, Tree
 from meshwise.runtime.watched import sunk
 
@@ -82,4 +82,5 @@ def _segment(stack: Stack, segment: Segment, weights: Tree, carry: Any) -> Any:
         return one
 
     own: Mapping[str, Any] = {run.key: (weights[run.key], segment.numbers(run)) for run in segment.runs}
-    return run_segment(segment, carry, own, layer, unroll=stack.unroll)[0]
+    x, totals = run_segment(segment, carry, own, layer, unroll=stack.unroll)[0]
+    return without_turn(x), totals

@@ -118,7 +118,7 @@ class Stack:
             return lambda x, own: (one(x, own), None)
 
         own = {run.key: weights[run.key] for run in segment.runs}
-        return run_segment(segment, x, own, layer, unroll=self.unroll)[0]
+        return without_turn(run_segment(segment, x, own, layer, unroll=self.unroll)[0])
 
     def layer(self, segment: Segment, run: Run) -> Callable[[Any, Arrays], Any]:
         """One layer of a run: from the residual stream and its weights to the stream after it.
@@ -129,7 +129,8 @@ class Stack:
         policy = self.policy if run.remat else _KEEP_ALL
         looped = segment.times * run.count > 1 and not self.unroll
         after = segment.runs[segment.runs.index(run) + 1 :]
-        passes = self.placement.in_turn and bool(after) and run.count == after[0].count == 1
+        apart = self.unroll or (bool(after) and run.count == after[0].count == 1)
+        passes = self.placement.in_turn and apart
         return self._keeping(self.block(run.block), policy, looped=looped, passes=passes)
 
     def _layer(
@@ -191,6 +192,12 @@ _gradients_together = linear(lambda both: both, jax.lax.optimization_barrier)
 _with_turn = linear(lambda x: (x, jnp.zeros(())), lambda both: both[0] + both[1].astype(both[0].dtype))
 
 
+def without_turn(stream: Any) -> jax.Array:
+    """The stream alone, behind the last layer that is written out."""
+    x: jax.Array = stream[0] if isinstance(stream, tuple) else stream
+    return x
+
+
 def _latent_rope(program: Program, block: Block) -> int | None:
     """Width of the part of a head that latent attention rotates, if the block has such."""
     shared = (t for op in block.ops if op.name == "rope.k" for t in op.inputs[1:])
@@ -223,7 +230,7 @@ def run_segment(
         """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
         if times == 1:
             return body(x, own)
-        return jax.lax.scan(body, x, own, unroll=times if unroll else 1, reverse=reverse)
+        return _written_out(body, x, own, times, reverse) if unroll else jax.lax.scan(body, x, own, reverse=reverse)
 
     def once(x: jax.Array, own: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         given = {}
@@ -232,6 +239,16 @@ def run_segment(
         return x, given
 
     return repeat(once, x, own, segment.times)
+
+
+def _written_out(body: Layer, x: jax.Array, own: Any, times: int, reverse: bool) -> tuple[jax.Array, Any]:
+    """What a loop does, as so many layers; the stream may come out of the first as another tree than went in."""
+    leaves, structure = jax.tree.flatten(own)
+    parts = [[part[0] for part in jax.lax.split(leaf, [1] * times)] for leaf in leaves]
+    given: list[Any] = [None] * times
+    for number in reversed(range(times)) if reverse else range(times):
+        x, given[number] = body(x, jax.tree.unflatten(structure, [part[number] for part in parts]))
+    return x, jax.tree.map(lambda *each: jnp.stack(each), *given)
 
 
 def at_place(x: jax.Array, place: Sequence[jax.Array]) -> jax.Array:

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwise.core.tensors import Route
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.jobs import TrainingJob
-from meshwise.jobs.precision import is_projection
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
@@ -33,7 +32,9 @@ from meshwise.runtime.params import (
     cast,
     describe_parameters,
     dtype_of,
+    has_few_layers,
     initial_values,
+    keeps_products,
     layer_order,
     plan_segments,
     zeros,
@@ -259,8 +260,8 @@ def train_step(
         order = piece_order(order, layout)
         remat_layers = None if remat_layers is None else remat_layers // pieces
     policy = remat_policy(layout.remat)
-    products = (op for block in program if block.role == "layer" for op in block.ops if is_projection(op))
-    segments = plan_segments(order, remat_layers, keeps=all(map(policy.keeps, products)))
+    keeps = keeps_products(program, policy)
+    segments = plan_segments(order, remat_layers, keeps=keeps)
     around = Surroundings(
         numerics,
         activations=dtype_of(job.formats.activations),
@@ -271,7 +272,8 @@ def train_step(
         loss=layout.loss,
         zigzag=Zigzag.of(program, placement, int(job.seq_len)),
     )
-    stack = Stack(program, around, segments, placement, policy)
+    unroll = keeps and placement.is_nvidia and layout.stage == 1 and has_few_layers(program)
+    stack = Stack(program, around, segments, placement, policy, unroll=unroll)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
     parameters = describe_parameters(program, segments, numerics, stacked)
