@@ -29,6 +29,7 @@ from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.runtime.data import SyntheticTokens, TokenSource, map_tokens, read_text, read_tokenizer
 from meshwise.runtime.devices import find_devices, machine_memory, share_of_machine, software_of
 from meshwise.runtime.generate import generate_timed, generator
+from meshwise.runtime.kernels.blocks import FEW_KEYS
 from meshwise.runtime.layered import LayeredGenerator
 from meshwise.runtime.loop import Evaluation, Trained, Watchers, train
 from meshwise.runtime.metrics import Sink, json_lines, tensorboard, weights_and_biases
@@ -247,7 +248,8 @@ def generate_as_planned(plan: Plan, request: GenerateRequest, *, progress: Tell,
     published = None if request.weights is None else find_weights(Path(request.weights), model)
     devices = plan_devices(plan, request.cpu_devices, say)
     sequences = layout.data * layout.fsdp * layout.expert
-    length, placed = len(prompt) + request.tokens, place_devices(devices, layout)
+    placed = place_devices(devices, layout)
+    length = -(-(len(prompt) + request.tokens) // FEW_KEYS) * FEW_KEYS  # so that keys are read in blocks
     dtype = _generated_in(plan, request, devices[0].platform)
     formed = generator(model, layout, placed, sequences=sequences, length=length, dtype=dtype)
     made = LayeredGenerator.where_faster(formed)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
@@ -261,13 +262,21 @@ class _Walk:
         if _CACHED[0] in self.arrays:
             start = self.around.positions[0]
             for place, name in enumerate(_CACHED, 1):
-                at = (self.around.layer, 0, start, *[0] * (inputs[place].ndim - 2))
-                held = jax.lax.dynamic_update_slice(self.arrays[name], inputs[place][None], at)
+                held = self._written(self.arrays[name], inputs[place], start)
                 self.arrays[name] = held
                 inputs[place] = jax.lax.dynamic_index_in_dim(held, self.around.layer, keepdims=False)
         zigzag = self.around.zigzag
         out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start, zigzag=zigzag)
         return self._attended(op, out, total, splits)
+
+    def _written(self, cache: jax.Array, new: jax.Array, start: Any) -> jax.Array:
+        """A cache with the keys, or values, of new positions in the layer that runs."""
+        layer = self.around.layer
+        if self.placement.platform == "cpu" and new.shape[1] == 1:
+            # One position alone XLA writes as a slice, once for each that reads it: the cache is copied.
+            places = jnp.stack([jnp.asarray(start, jnp.int32), jnp.int32(cache.shape[2])])  # the second is none
+            return cache.at[layer, :, places].set(jnp.repeat(jnp.moveaxis(new, 1, 0), 2, axis=0), mode="drop")
+        return jax.lax.dynamic_update_slice(cache, new[None], (layer, 0, start, *[0] * (new.ndim - 2)))
 
     def _attended(self, op: Op, out: jax.Array, total: jax.Array, splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         """Remember the softmaxes' denominators, which sinks read."""

@@ -19,6 +19,9 @@ from meshwise.runtime.kernels.masks import Masks, Pairs
 #: Queries and keys of a block, where there are several: their fp32 scores stay small beside what a layer holds.
 _QUERIES, _KEYS = 128, 512
 
+#: Keys of a block for one query: what is generated fills a cache slowly, and the rest of it is not to be read.
+FEW_KEYS = 64
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -32,7 +35,7 @@ def _size(length: int, most: int) -> int:
 
 def _sizes(q: jax.Array, k: jax.Array, pairs: Pairs) -> tuple[int, int]:
     queries, keys = pairs.runs(q, k)
-    return _size(queries, _QUERIES), _size(keys, _KEYS)
+    return _size(queries, _QUERIES), _size(keys, _KEYS if queries > 1 else FEW_KEYS)
 
 
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, skip: bool) -> tuple[jax.Array, jax.Array]:
