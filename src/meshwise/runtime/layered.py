@@ -7,6 +7,7 @@ Not here: the steps themselves (`steps` of an engine, `generate`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -42,7 +43,7 @@ D = TypeVar("D", bound=Decoder)
 
 
 @dataclass(frozen=True)
-class Layered(Decoder):
+class Layered(Decoder, ABC):
     """A model run layer by layer. Weights are `{"ends": by block and name, "layers": PerLayer}`.
 
     What runs it says what a step reads (`_read`), what it gives (`_given`), and what a layer keeps (`_abstract_kept`).
@@ -62,17 +63,17 @@ class Layered(Decoder):
         faster = placement.platform == "gpu" or (placement.platform == "cpu" and placement.mesh.size == 1)
         return cls.of(model) if faster else model
 
+    @abstractmethod
     def _read(self, *arrays: Any) -> tuple[Surroundings, jax.Array, jax.Array]:
         """What layers run in, tokens [sequences, new] and their positions [new]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _given(self, ends: Tree, x: jax.Array, *arrays: Any) -> jax.Array:
         """What a step gives, of the residual stream after all layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _abstract_kept(self, run: Run) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Shapes, formats and shardings of what one layer keeps: "k" and "v"."""
-        raise NotImplementedError
 
     @cached_property
     def _order(self) -> list[tuple[Run, int]]:

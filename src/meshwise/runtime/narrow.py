@@ -8,6 +8,7 @@ formats of plans (`jobs.serving_precision`).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,12 +32,12 @@ FORMATS: dict[DType, tuple[Any, float]] = {
 }
 
 
-class Held:
+class Held(ABC):
     """A weight of one device that is read as it is held, by a product of its own."""
 
+    @abstractmethod
     def multiply(self, op: Einsum, x: jax.Array) -> jax.Array:
         """The product of activations with it, in their format."""
-        raise NotImplementedError
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("shape", "summed"))
