@@ -62,7 +62,7 @@ def test_what_stays_in_vmem_is_not_planned_to_move():
 
 def test_copies_of_what_is_kept_stand_where_the_program_has_them():
     """Between layers, in the loop over them, whose scope belongs to no block."""
-    plan = plan_of(SMALL, "h100:8", "fsdp=8,remat=none")
+    plan = plan_of(SMALL, "h100:8", "fsdp=8,remat=attention")
     found, w = planned(plan), work_out(plan.problem, plan.fabric, plan.layout)
     assert not any(operation == "kept" for _, operation in found)
     copied = sum(o.num_bytes for b in w.blocks for o in b.operations if o.name == "kept") * 4

@@ -253,3 +253,29 @@ def test_a_conversion_is_not_priced_as_an_elementwise_operation_of_the_same_size
         for name, sums in block.passes.items():
             own = [o.seconds for o in block.operations if o.when == name]
             assert sum(own) == pytest.approx(float(sums.seconds), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("on", "layers", "layout", "stacked"),
+    [
+        ("h100:8", 36, "data=8,remat=none", False),
+        ("h100:8", 36, "data=8,remat=matmuls", False),
+        ("h100:8", 36, "data=8,remat=full", True),
+        ("h100:8", 36, "data=8,remat=full,remat_layers=12", True),
+        ("h100:8", 37, "data=8,remat=none", True),
+        ("h100:8", 36, "stage=2,data=4,micro_batch=2,num_microbatches=2,schedule=1f1b,remat=none", True),
+        ("v5e:2x4", 37, "data=8,remat=none", False),
+    ],
+)
+def test_what_loops_over_layers_keep_is_copied_and_what_others_keep_is_not(on, layers, layout, stacked):
+    plan = meshwise.estimate_train(
+        f"D=256 F=512 L={layers} N=2 K=2 V=512", on=on, batch_tokens="64Ki", seq_len=4096, tool="meshwise",
+        layout=layout,
+    ).plans[0]  # fmt: skip
+    w = work_out(plan.problem, Fabric.of(plan.problem.cluster), plan.layout)
+    (block, *_) = (b for b in w.blocks if b.name == "layer")
+    copied = sum(o.seconds for o in block.operations if o.name == "kept")
+    assert (copied > 0) is stacked
+    for when in ("forward", "backward"):
+        seconds = sum(o.seconds for o in block.operations if o.when == when)
+        assert float(block.passes[when].seconds) == pytest.approx(seconds, rel=1e-9)

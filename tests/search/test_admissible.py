@@ -35,7 +35,7 @@ def pricing_of(case, **others):
     fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     choices = Choices(**varied, **others)
     space = SearchSpace(training_limits(problem), choices, memory_share=math.inf)
-    table = candidate_table(problem.job, meshes(math.prod(fabric.sizes), space.limits))
+    table = candidate_table(problem, meshes(math.prod(fabric.sizes), space.limits))
     return Pricing(SearchedNetwork(LocalTables(problem), space, fabric, table))
 
 

@@ -1,7 +1,7 @@
 """A search that works in small blocks finds what it finds in large ones."""
 
 import importlib
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ SMALL = {
     "network_search": {"_POOL": 64, "CHUNK": 64},
 }
 
-_OWN = [f.name for f in fields(LocalSizes) if f.name != "micro_batch"]
+_OWN = list(LocalSizes(1.0).mesh)
 
 
 @pytest.mark.parametrize("name", ["8 H100, mixture", "8 H100, little memory"])
@@ -52,5 +52,5 @@ def test_blocks_hold_every_mesh_once_and_alike_ones_together(monkeypatch):
     blocks = candidates.mesh_blocks(problem.job, rows)
     assert len(blocks) > 2
     assert sorted(map(tuple, np.concatenate(blocks))) == sorted(map(tuple, rows))
-    sizes = [set(zip(*map(candidates.candidate_table(problem.job, b).axis, _OWN), strict=True)) for b in blocks]
+    sizes = [set(zip(*map(candidates.candidate_table(problem, b).axis, _OWN), strict=True)) for b in blocks]
     assert sum(map(len, sizes)) == len(set.union(*sizes))  # what one device does is in one block alone

@@ -23,7 +23,7 @@ def test_masks_of_many_conditions_say_what_tools_say_of_layouts(names):
     problem = large(chips="h100:16", changes={"precision": "mixed"}, layers=8, heads=8)
     tools = tools_for(problem, names)
     space = SearchSpace(training_limits(problem), tools=tools)
-    table = candidate_table(problem.job, meshes(math.prod(problem.network.sizes), space.limits))
+    table = candidate_table(problem, meshes(math.prod(problem.network.sizes), space.limits))
     network = SearchedNetwork(LocalTables(problem), space, problem.network, table)
     pricing, generator = Pricing(network), np.random.default_rng(1)
     batch = pricing.taken(pricing.bounds.members_of(pricing.bounds.all_groups(lambda bound, _: bound >= 0)))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from meshwise.costs.arithmetic import Num, is_one, maximum, minimum, some
-from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.ends import own_positions
 from meshwise.costs.extents import CHUNK_AXIS, Extents
@@ -81,6 +81,8 @@ def evaluate_local(
     prices: OperationPrices,
     known: Sequence[LocalBlock] | None = None,
     memories: Sequence[LocalMemory] | None = None,
+    *,
+    staged: Num = 0.0,
 ) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
@@ -92,13 +94,16 @@ def evaluate_local(
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
             operations and activations are the same.
         memories: from `evaluate_local_memory`, where they are known.
+        staged: of the sizes.
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
     if memories is None:
         memories = evaluate_local_memory(problem, structure, prices) if known is None else [b.memory for b in known]
     if known is None:
         each = zip(blocks, evaluate_passes(problem, structure, prices), memories, strict=True)
-        passes = [problem.with_copies(b, own, prices, memory.kept) for b, own, memory in each]
+        bounded = prices.bounded
+        copied = partial(problem.with_copies, structure, staged=staged, bounded=bounded)
+        passes = [copied(b, p, memory.kept) for b, p, memory in each]
     else:
         passes = [dict(b.passes) for b in known]
     return tuple(
@@ -369,8 +374,9 @@ def evaluated(
     lowered = problem.lowered.training(structure)
     if local is None:
         prices, plain = local_prices(problem, structure, c.local, bounded=bounded), structure.stored_plainly
-        known = evaluate_local(problem, plain, prices) if plain != structure and problem.lowered.knows(plain) else None
-        local = evaluate_local(problem, structure, prices, known)
+        of = partial(evaluate_local, problem, prices=prices, staged=c.local.staged)
+        known = of(plain) if plain != structure and problem.lowered.knows(plain) else None
+        local = of(structure, known=known)
     extents = whole_extents(problem, structure, c)
     blocks = tuple((b, b.part(structure, c.remat_share), own) for b, own in zip(lowered, local, strict=True))
     times = []
@@ -392,17 +398,7 @@ def evaluated(
 def rates_of(problem: TrainingProblem, structure: LayoutChoices, wires: Wires, *, bounded: bool = True) -> StepRates:
     """The rates of one evaluation; arguments as in `evaluate`."""
     both_ways = structure.collective_matmul == "bidirectional"
-    return StepRates(problem.cluster.chip, calibration_of(problem, structure), wires, both_ways, bounded)
-
-
-def calibration_of(problem: TrainingProblem, structure: LayoutChoices) -> Calibration:
-    """The calibration as far as the choices of a layout let its software overlap."""
-    calibration = problem.on_slices
-    if calibration.fused_sequences and not structure.sequence_parallel:
-        calibration = replace(calibration, collective_matmul=False)
-    if "whole" in calibration.late_once and not calibration.sums_at_end(structure.zero):
-        calibration = replace(calibration, late_once=tuple(w for w in calibration.late_once if w != "whole"))
-    return calibration
+    return StepRates(problem.cluster.chip, problem.calibration_of(structure), wires, both_ways, bounded)
 
 
 def offloaded(costs: Costs, which: Iterable[str], share: Num = 1.0, *, ledger: Ledger | None = None) -> Costs:

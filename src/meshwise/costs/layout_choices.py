@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from meshwise.costs.arithmetic import Num
+from meshwise.costs.arithmetic import Num, where
 from meshwise.costs.pipeline import Pipeline
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.strategy import Strategy, training_strategy
@@ -136,18 +136,24 @@ class Candidates:
     @property
     def local(self) -> LocalSizes:
         """What one device's own work depends on."""
-        return LocalSizes(self.micro_batch, self.context, self.ulysses, self.expert, self.tensor)
+        staged = where(self.stage > 1, 1.0, 0.0)
+        return LocalSizes(self.micro_batch, self.context, self.ulysses, self.expert, self.tensor, staged)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSizes:
-    """The sizes that one device's work on one microbatch depends on: floats, or arrays of one length."""
+    """The sizes that one device's work on one microbatch depends on: floats, or arrays of one length.
+
+    `staged` is 1 where there are several stages, else 0; all may have 0 where that makes no difference
+    (`TrainingProblem.stages_decide_loops`).
+    """
 
     micro_batch: Num
     context: Num = 1.0
     ulysses: Num = 1.0
     expert: Num = 1.0
     tensor: Num = 1.0
+    staged: Num = 0.0
 
     @property
     def mesh(self) -> dict[str, Num]:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwise.core.tensors import Program, Route
 from meshwise.costs.arithmetic import Num, maximum, minimum, where
 from meshwise.costs.extents import Extents
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.hardware import Chip
 from meshwise.hardware.kernels import ATTENTION
+from meshwise.jobs.precision import is_projection
+from meshwise.sharding.remat import RematPolicy
 
 #: Shares of a TPU's VMEM: arrays that fill less than the first stay there between operations of a compiled training
 #: step, those that fill the second do not, and between them a part does. On v5e and v6e (128 MiB) those of 24 MiB stay,
 #: those of 32 MiB do not.
 _STAYS, _LEAVES = 3 / 16, 1 / 4
+
+#: Layers of a model that are written out at most: XLA takes one to two seconds to compile each.
+_WRITTEN_OUT = 36
 
 
 class HeldOnChip(NamedTuple):
@@ -44,7 +50,8 @@ class OwnProgram(NamedTuple):
     Args:
         stays: bytes of an activation that may stay on the chip between operations; leaves: of one that does not.
         blocks: positions in a block of attention's kernel, the most first; none where they hardly matter.
-        copies: whether what a layer keeps is copied into stacks of all layers, and out of them again.
+        copies: whether what a layer of a loop keeps is copied into stacks of all layers, and out of them again.
+        writes_out: whether loops over few layers are written out (`writes_layers_out`).
         fuses_loss: whether the head's products make its elementwise gradients, the logits' above all, as they read.
     """
 
@@ -52,6 +59,7 @@ class OwnProgram(NamedTuple):
     leaves: float
     blocks: tuple[int, ...]
     copies: bool
+    writes_out: bool
     fuses_loss: bool
 
     @classmethod
@@ -63,8 +71,9 @@ class OwnProgram(NamedTuple):
         """
         if chip.vendor == "google":
             vmem = chip.onchip_capacity or 0.0
-            return cls(_STAYS * vmem, _LEAVES * vmem, ATTENTION[chip.vendor].sizes, copies=False, fuses_loss=True)
-        return cls(0.0, 0.0, (), copies=True, fuses_loss=False)
+            sizes = ATTENTION[chip.vendor].sizes
+            return cls(_STAYS * vmem, _LEAVES * vmem, sizes, copies=False, writes_out=False, fuses_loss=True)
+        return cls(0.0, 0.0, (), copies=True, writes_out=chip.vendor == "nvidia", fuses_loss=False)
 
     @property
     def some_stay(self) -> bool:
@@ -102,3 +111,26 @@ def computed_again(op: LoweredOp, extents: Extents, own: OwnProgram) -> Num:
     for size in reversed(own.blocks):
         block = where(run % size == 0, size, block)
     return twice * (positions + block) / (positions + 1)
+
+
+def keeps_products(program: Program, policy: RematPolicy) -> bool:
+    """Whether layers keep what all their weights are multiplied to."""
+    products = (op for block in program if block.role == "layer" for op in block.ops if is_projection(op))
+    return all(map(policy.keeps, products))
+
+
+def writes_layers_out(program: Program, policy: RematPolicy) -> bool:
+    """Whether a step of one stage on NVIDIA GPUs has its layers written out instead of loops over them.
+
+    What layers of a loop keep XLA copies into stacks of all layers, which it fills with zeros before, and out of them;
+    layers that are written out have arrays of their own. Only where much is kept: what several layers compute again a
+    compiler may hold all at once. Layers with experts take longest to compile, and their collectives are set up for
+    loops.
+
+    Args:
+        program: of the model; policy: that its layers follow.
+    """
+    layers = [block for block in program if block.role == "layer"]
+    if sum(block.repeat for block in layers) > _WRITTEN_OUT:
+        return False
+    return keeps_products(program, policy) and not any(isinstance(op, Route) for b in layers for op in b.ops)

@@ -5,6 +5,7 @@ Not here: layouts, or what a step costs (`evaluate`, `serving.step`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -17,12 +18,13 @@ from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute, p
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.lower import Lowered, LoweredServingBlock, LoweredTrainingBlock, lowered_serving, lowered_training
-from meshwise.costs.own_program import OwnProgram
+from meshwise.costs.own_program import OwnProgram, writes_layers_out
 from meshwise.costs.routing import Routing
 from meshwise.costs.spread import uncertainty_sources
 from meshwise.hardware import Cluster, Torus
 from meshwise.jobs import ServingLoad, TrainingJob, parse_serving_precision
 from meshwise.models import Model
+from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.serving import ServingLayoutChoices
 
 
@@ -77,6 +79,15 @@ class TrainingProblem(_Problem):
         found = replace(found, collective_matmul=False, in_turn=True, slice_sums=sums)
         return replace(found, late_gathers=False, beside_sums=False) if found.sums_alone else found
 
+    def calibration_of(self, structure: LayoutChoices) -> Calibration:
+        """The calibration as far as the choices of a layout let its software overlap."""
+        calibration = self.on_slices
+        if calibration.fused_sequences and not structure.sequence_parallel:
+            calibration = replace(calibration, collective_matmul=False)
+        if "whole" in calibration.late_once and not calibration.sums_at_end(structure.zero):
+            calibration = replace(calibration, late_once=tuple(w for w in calibration.late_once if w != "whole"))
+        return calibration
+
     @property
     def own_program(self) -> bool:
         """Whether what runs is a step of meshwise's own runtime, compiled by XLA."""
@@ -94,25 +105,58 @@ class TrainingProblem(_Problem):
         """
         return choices.but(zero=2) if self.own_program and choices.zero == 1 else choices
 
-    def kept_copies(self, block: LoweredTrainingBlock, kept: Num) -> Num:
+    def writes_layers_out(self, remat: str) -> bool:
+        """Whether our own program has the layers written out, where it has one stage."""
+        if self.xla_leaves is None or not self.xla_leaves.writes_out:
+            return False
+        known = self._written_out
+        if remat not in known:
+            known[remat] = writes_layers_out(self.model.train_program(), remat_policy(remat))
+        return known[remat]
+
+    @property
+    def stages_decide_loops(self) -> bool:
+        """Whether some layers are written out where there is one stage, and never where there are several."""
+        return self.writes_layers_out("none")
+
+    @cached_property
+    def _written_out(self) -> dict[str, bool]:
+        """The same by remat policy."""
+        return {}
+
+    def kept_copies(self, structure: LayoutChoices, block: LoweredTrainingBlock, kept: Num, staged: Num) -> Num:
         """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out.
 
         Of rows of experts that is all that there is room for.
+
+        Args:
+            structure: the choices that are not sizes.
+            block: of the program; kept: bytes that one of its layers keeps.
+            staged: 1 where there are several stages, of which layers are never written out, else 0.
         """
-        return 2 * kept if self.xla_leaves and self.xla_leaves.copies and block.role == "layer" else 0.0
+        if not (self.xla_leaves and self.xla_leaves.copies and block.role == "layer"):
+            return 0.0
+        return 2 * kept * (staged if self.writes_layers_out(structure.remat) else 1.0)
 
     def with_copies(
-        self, block: LoweredTrainingBlock, passes: dict[str, PassCompute], prices: OperationPrices, kept: Num
-    ) -> dict[str, PassCompute]:
+        self,
+        structure: LayoutChoices,
+        block: LoweredTrainingBlock,
+        passes: Mapping[str, PassCompute],
+        kept: Num,
+        *,
+        staged: Num,
+        bounded: bool,
+    ) -> Mapping[str, PassCompute]:
         """Passes of a block with those copies, which bounds for all remat policies leave out."""
-        copied = self.kept_copies(block, kept)
+        copied = self.kept_copies(structure, block, kept, staged)
         if is_zero(copied):
             return passes
         seconds = copied * self.compute_rates.byte
         alone = PassCompute(seconds=seconds)
-        if prices.bounded:
+        if bounded:
             alone = PassCompute(least_bytes=copied, seconds=seconds, serial_seconds=seconds)
-        return passes | {name: passes[name] + alone for name in ("forward", "backward")}
+        return {**passes} | {name: passes[name] + alone for name in ("forward", "backward")}
 
     @property
     def has_dropless_capacity(self) -> bool:

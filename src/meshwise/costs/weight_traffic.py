@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.evaluate import calibration_of, rates_of
+from meshwise.costs.evaluate import rates_of
 from meshwise.costs.extents import Extents
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import STATE_CLASSES, state_bytes
@@ -64,7 +64,7 @@ def evaluate_weight_traffic(
         prices: of `weight_prices`.
     """
     assert prices.extents is not None
-    calibration, meshes = calibration_of(problem, choices), np.size(prices.extents.mesh["data"])
+    calibration, meshes = problem.calibration_of(choices), np.size(prices.extents.mesh["data"])
     found: dict[str, WeightTraffic] = {}
     for block in problem.lowered.training(choices):
         seconds = found.setdefault(block.role, np.zeros((6, meshes)))

@@ -20,13 +20,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.core.dtypes import DType
-from meshwise.core.tensors import Block, Einsum, Lookup, Program, Route, Tensor
+from meshwise.core.tensors import Block, Einsum, Lookup, Program, Tensor
 from meshwise.jobs.precision import is_projection
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
-from meshwise.sharding.remat import RematPolicy
 
 
 def dtype_of(format_: DType) -> Any:
@@ -36,9 +35,6 @@ def dtype_of(format_: DType) -> Any:
 
 #: Layers of a period that may be written out; longer ones are compiled as loops, once each kind.
 _WRITTEN_OUT = 8
-
-#: Layers of a model whose loops are written out at most: XLA takes one to two seconds to compile each.
-_FEW_LAYERS = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +68,6 @@ class Segment:
     def numbers(self, run: Run) -> jax.Array:
         """Number of each layer of a run, stacked as they are."""
         return jnp.arange(self.times * run.count, dtype=jnp.int32).reshape(self.stack(run))
-
-
-def keeps_products(program: Program, policy: RematPolicy) -> bool:
-    """Whether layers keep what all their weights are multiplied to."""
-    products = (op for block in program if block.role == "layer" for op in block.ops if is_projection(op))
-    return all(map(policy.keeps, products))
-
-
-def has_few_layers(program: Program) -> bool:
-    """Whether loops over a model's layers are written out on NVIDIA GPUs, where much is kept and there are no stages.
-
-    What layers of a loop keep XLA copies into stacks of all layers, which it fills with zeros before, and out of them;
-    layers that are written out have arrays of their own. What several layers compute again a compiler may hold all at
-    once. Layers with experts take longest to compile, and their collectives are set up for loops.
-    """
-    layers = [block for block in program if block.role == "layer"]
-    if any(isinstance(op, Route) for block in layers for op in block.ops):
-        return False
-    return sum(block.repeat for block in layers) <= _FEW_LAYERS
 
 
 def plan_segments(order: Sequence[str], remat_layers: int | None = None, *, keeps: bool = False) -> tuple[Segment, ...]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwise.core.tensors import Route
 from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.own_program import keeps_products, writes_layers_out
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
@@ -32,9 +33,7 @@ from meshwise.runtime.params import (
     cast,
     describe_parameters,
     dtype_of,
-    has_few_layers,
     initial_values,
-    keeps_products,
     layer_order,
     plan_segments,
     zeros,
@@ -260,8 +259,7 @@ def train_step(
         order = piece_order(order, layout)
         remat_layers = None if remat_layers is None else remat_layers // pieces
     policy = remat_policy(layout.remat)
-    keeps = keeps_products(program, policy)
-    segments = plan_segments(order, remat_layers, keeps=keeps)
+    segments = plan_segments(order, remat_layers, keeps=keeps_products(program, policy))
     around = Surroundings(
         numerics,
         activations=dtype_of(job.formats.activations),
@@ -272,7 +270,7 @@ def train_step(
         loss=layout.loss,
         zigzag=Zigzag.of(program, placement, int(job.seq_len)),
     )
-    unroll = keeps and placement.is_nvidia and layout.stage == 1 and has_few_layers(program)
+    unroll = placement.is_nvidia and layout.stage == 1 and writes_layers_out(program, policy)
     stack = Stack(program, around, segments, placement, policy, unroll=unroll)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()

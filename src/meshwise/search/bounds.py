@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import TypeVar
 
@@ -122,7 +122,7 @@ class Bounds:
         self._sums_of, self._held = RowTable(self._evaluate_sums), RowTable(self._evaluate_held)
         self.ideal = IdealWires(
             network.fabric,
-            {f.name: getattr(table.sizes, f.name) for f in fields(table.sizes) if f.name != "micro_batch"},
+            {a: getattr(table.sizes, a) for a in table.sizes.mesh},
             self.problem.routing,
         )
 

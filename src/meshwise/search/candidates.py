@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
 from meshwise.costs.pipeline import Pipeline, fills
+from meshwise.costs.problem import TrainingProblem
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.sharding.layout import CONTEXT_METHODS, LOSSES, MESH_AXES, Layout
@@ -132,21 +133,23 @@ class CandidateBatch(Columns):
 
 
 def candidate_table(
-    job: TrainingJob, meshes: Index, *, micro_batch: int | None = None, num_microbatches: int | None = None
+    problem: TrainingProblem, meshes: Index, *, micro_batch: int | None = None, num_microbatches: int | None = None
 ) -> CandidateTable:
     """Every cut of the batch on `meshes`.
 
     Args:
-        job: with its batch.
+        problem: whose job has a batch.
         meshes: [meshes, axes] sizes.
         micro_batch, num_microbatches: what the user fixed, or None.
     """
-    cuts, which = _cuts_of(job, meshes, micro_batch, num_microbatches)
+    cuts, which = _cuts_of(problem.job, meshes, micro_batch, num_microbatches)
     number = np.array([len(c) for c in cuts], int)[which] if len(meshes) else np.zeros(0, int)
     mesh_id = np.repeat(np.arange(len(meshes)), number)
     cut = np.concatenate([cuts[w] for w in which]) if len(meshes) else np.zeros((0, 2))
     names = [f.name for f in fields(LocalSizes) if f.name in MESH_AXES]
     columns = {a: meshes[:, MESH_AXES.index(a)][mesh_id].astype(float) for a in names}
+    staged = (meshes[:, MESH_AXES.index("stage")] > 1) & problem.stages_decide_loops
+    columns["staged"] = staged[mesh_id].astype(float)
     first, local = distinct((cut[:, 0], *columns.values()))
     sizes = LocalSizes(cut[first, 0], **{a: column[first] for a, column in columns.items()})
     return CandidateTable(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)
@@ -157,7 +160,11 @@ def mesh_blocks(
 ) -> list[Index]:
     """Meshes in blocks whose tables have half a million rows or so, for their columns have to be held at once.
 
-    Meshes on which one device's own work is alike stay together; arguments as of `candidate_table`.
+    Meshes on which one device's own work is alike stay together.
+
+    Args:
+        job: with its batch.
+        meshes, micro_batch, num_microbatches: as of `candidate_table`.
     """
     cuts, which = _cuts_of(job, meshes, micro_batch, num_microbatches)
     number = np.array([len(c) for c in cuts], int)[which] if len(meshes) else np.zeros(0, int)

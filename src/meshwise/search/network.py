@@ -51,6 +51,9 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 #: Of compute, schedules and losses, what may be chosen.
+#: Which of `LocalSizes` tells several stages from one.
+_STAGED = [f.name for f in fields(LocalSizes)].index("staged")
+
 _Possible = tuple[tuple[ComputeVariant, ...], tuple[PipelineVariant, ...], tuple[str, ...]]
 
 #: Rows that are worked out at once where there are no more.
@@ -306,7 +309,8 @@ class LocalTables:
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
         of_own = self._memory.get(own)
         memories = of_own(numbers) if known is None and of_own is not None and of_own.knows(numbers) else None
-        return evaluate_local(self.problem, choices, self._priced(choices, numbers), known, memories)
+        staged = self._sizes[_STAGED, numbers]
+        return evaluate_local(self.problem, choices, self._priced(choices, numbers), known, memories, staged=staged)
 
 
 def _forget(tables: dict[LayoutChoices, RowTable[T]]) -> None:

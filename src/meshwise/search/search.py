@@ -140,7 +140,7 @@ def _search_fabric(
 
     def searches() -> Iterator[NetworkSearch]:
         for i, block in enumerate(blocks):
-            table = candidate_table(job, block, **cut)
+            table = candidate_table(local.problem, block, **cut)
             if len(table):
                 network = SearchedNetwork(local, space, fabric, table)
                 if network.variants:  # some tool takes

@@ -90,7 +90,9 @@ def placed(
             continue
         structure, candidate = layout_candidate(problem.model, layout)
         prices = prices or local_prices(problem, structure, candidate.local)  # sizes are the same for all
-        local = known[layout.remat] = evaluate_local(problem, structure, prices, known.get(layout.remat))
+        local = known[layout.remat] = evaluate_local(
+            problem, structure, prices, known.get(layout.remat), staged=candidate.local.staged
+        )
         plans = [p for f in fabrics for p in _fastest(problem, layout, f, local)]
         if plans:
             plan = min(plans, key=lambda plan: plan.estimate.step_time.expected)
