@@ -27,10 +27,10 @@ def configured(name, config):
     return _MODELS.setdefault(name, read_config(config, name=name))
 
 
-def make(model, layout, length=LENGTH, **job):
+def make(model, layout, length=LENGTH, *, documents=False, **job):
     given = {"precision": "fp32", **job}
     job = TrainingJob(batch_tokens=layout.sequences * length, seq_len=length, **given)
-    return train_step(model, layout, job, jax.devices()[: layout.num_chips])
+    return train_step(model, layout, job, jax.devices()[: layout.num_chips], documents=documents)
 
 
 def batch_of(step, seed=0):
@@ -45,9 +45,18 @@ def _drawn(step, sequences, seed=0):
 
 
 def _placed(step, drawn):
-    parts = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:]}
+    parts = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:], "documents": documents_of(drawn[:, :-1])}
     abstract = step.abstract_batch
-    return {k: jax.device_put(v.reshape(abstract[k].shape), abstract[k].sharding) for k, v in parts.items()}
+    return {k: jax.device_put(parts[k].reshape(a.shape), a.sharding) for k, a in abstract.items()}
+
+
+def documents_of(tokens):
+    """Where the document of each token begins, if every fourth one of the vocabulary ends one."""
+    begins = np.zeros_like(tokens)
+    for row, own in zip(begins, tokens, strict=True):
+        for end in np.flatnonzero(own % 4 == 0) + 1:
+            row[end:] = end
+    return begins
 
 
 def layers_of(step):
@@ -120,20 +129,20 @@ def by_layer(step, tree):
 
 
 @cache
-def alone(model, sequences, length=LENGTH):
+def alone(model, sequences, length=LENGTH, *, documents=False):
     """Loss and gradients of a batch on one device, nothing recomputed: the means of those of its sequences.
 
     So that one program does for batches of any size.
     """
-    step, weights = _of_one_sequence(model, length)
+    step, weights = _of_one_sequence(model, length, documents)
     batches = (_placed(step, one[None]) for one in _drawn(step, sequences))
     losses, gradients = zip(*(step.gradients(weights, batch) for batch in batches), strict=True)
     return float(np.mean(losses)), by_path(step, jax.tree.map(lambda *each: np.mean(each, axis=0), *gradients))
 
 
 @cache
-def _of_one_sequence(model, length):
-    step = make(model, Layout(remat="none"), length)
+def _of_one_sequence(model, length, documents):
+    step = make(model, Layout(remat="none"), length, documents=documents)
     return step, weights_of(step)
 
 

@@ -13,7 +13,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.runtime.attention import Kernel, attend, shift_of
 from meshwise.runtime.devices import lowering_for
 from meshwise.runtime.kernels import blocks, gpu, tpu
-from meshwise.runtime.kernels.masks import Masks, Pairs
+from meshwise.runtime.kernels.masks import Documents, Masks, Pairs
 
 MASKS = {
     "causal": Masks(True, None, None, 0.3),
@@ -26,17 +26,34 @@ def drawn(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
 
 
-def positions_seen(pairs, q, k):
+def positions(pairs, q, k):
     runs = zip((pairs.queries, pairs.keys), pairs.runs(q, k), strict=True)
-    queries, keys = (jnp.concatenate([x + jnp.arange(run) for x in starts]) for starts, run in runs)
-    return pairs.masks.seen(queries, keys)
+    return [jnp.concatenate([x + jnp.arange(run) for x in starts]) for starts, run in runs]
 
 
-def at_once(q, k, v, pairs):
+def positions_seen(pairs, q, k, documents=None):
+    seen = pairs.masks.seen(*positions(pairs, q, k))
+    if documents is None:
+        return seen
+    own = documents.queries[:, :, None] == documents.keys[:, None, :]
+    return (seen & own)[:, None, None]
+
+
+def documents_of(pairs, q, k, ends=((90, 100, 170, 600), (64, 128, 200, 201, 640))):
+    """Of two sequences, whose documents end before these positions."""
+    length = 1 + max(int(x.max()) for x in positions(pairs, q, k))
+    begins = np.zeros((len(ends), length), np.int32)
+    for row, own in zip(begins, ends, strict=True):
+        for end in own:
+            row[end:] = end
+    return Documents(*(jnp.asarray(begins[:, np.asarray(x)]) for x in positions(pairs, q, k)))
+
+
+def at_once(q, k, v, pairs, documents=None):
     """All scores, with gradients that JAX derives."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     logits, _ = pairs.masks.logits(jnp.einsum("btkgh,bskh->bkgts", grouped, k))
-    seen = positions_seen(pairs, q, k)
+    seen = positions_seen(pairs, q, k, documents)
     logits = jnp.where(seen, logits, -1e30)
     total = jax.nn.logsumexp(logits, axis=-1)
     out = jnp.einsum("bkgts,bskh->btkgh", jnp.where(seen, jnp.exp(logits - total[..., None]), 0), v)
@@ -118,21 +135,36 @@ def test_fused_kernels_attend_as_all_scores_at_once(name, module):
     check(partial(interpreted, module=module, pairs=Pairs(MASKS[name])), Pairs(MASKS[name]))
 
 
-def check(function, pairs):
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["causal", "window and cap"])
+@pytest.mark.parametrize("module", [tpu, gpu, blocks])
+def test_documents_that_share_a_sequence_do_not_see_each_other(name, module, monkeypatch):
+    monkeypatch.setattr(blocks, "_QUERIES", 64)
+    monkeypatch.setattr(blocks, "_KEYS", 64)
+    pairs = Pairs(MASKS[name])
+    documents = documents_of(pairs, *given()[:2])
+    if module is blocks:
+        check(partial(attend, pairs=pairs, documents=documents), pairs, documents)
+    else:
+        check(partial(interpreted, module=module, pairs=pairs, documents=documents), pairs, documents)
+
+
+def check(function, pairs, documents=None):
     arrays = given()
     with jax.default_matmul_precision("highest"):
-        close(jax.jit(function)(*arrays), at_once(*arrays, pairs))
+        close(jax.jit(function)(*arrays), at_once(*arrays, pairs, documents))
         slopes = jax.jit(jax.grad(partial(objective, function), argnums=(0, 1, 2)))(*arrays)
-        expected = jax.grad(partial(objective, partial(at_once, pairs=pairs)), argnums=(0, 1, 2))(*arrays)
+        whole = partial(at_once, pairs=pairs, documents=documents)
+        expected = jax.grad(partial(objective, whole), argnums=(0, 1, 2))(*arrays)
     close(slopes, expected, 1e-3)
 
 
-def interpreted(q, k, v, *, module, pairs):
+def interpreted(q, k, v, *, module, pairs, documents=None):
     """A fused kernel on a CPU, with its gradients."""
 
     @jax.custom_vjp
     def function(q, k, v):
-        return module.forward(q, k, v, pairs, interpret=True)
+        return module.forward(q, k, v, pairs, documents, interpret=True)
 
     def forward(q, k, v):
         made = function(q, k, v)
@@ -141,7 +173,7 @@ def interpreted(q, k, v, *, module, pairs):
     def backward(kept, gradients):
         *arrays, out, total = kept
         read = total, gradients[0], shift_of(out, *gradients)
-        return module.backward(*arrays, read, pairs, interpret=True)
+        return module.backward(*arrays, read, pairs, documents, interpret=True)
 
     function.defvjp(forward, backward)
     return function(q, k, v)
@@ -173,7 +205,8 @@ def test_a_device_chooses_its_blocks_as_it_runs(module, number):
 @pytest.mark.parametrize("name", ["causal", "window and cap"])
 @pytest.mark.parametrize("module", [tpu, gpu, blocks])
 @pytest.mark.parametrize(("queries", "keys"), [((1, 6), (2, 5)), ((3, 4), (3, 4)), ((2, 5), (0,))])
-def test_runs_of_a_sequence_attend_to_runs_as_it_runs(module, name, queries, keys):
+@pytest.mark.parametrize("several", [False, True])
+def test_runs_of_a_sequence_attend_to_runs_as_it_runs(module, name, queries, keys, several):
     """Two runs of queries of a device to two of another, or of its own, or to all in front."""
     masks, run = MASKS[name], 128
     q, k, v = given(2 * run, run * (len(keys) if len(keys) > 1 else 4))
@@ -182,18 +215,19 @@ def test_runs_of_a_sequence_attend_to_runs_as_it_runs(module, name, queries, key
     offsets = (tuple(x + unit for x in here), here)
     how = {"skip": True} if module is blocks else {"interpret": True}
     kept = (drawn(2, 2 * run, 4), drawn(2, 2 * run, 4, 16), drawn(2, 2 * run, 4))
+    fixed = Pairs(masks, starts, others)
+    documents = documents_of(fixed, q, k) if several else None
 
     @jax.jit
     def at(number, first):
         pairs = Pairs(masks, tuple(first + x for x in starts), tuple(first + x for x in others), offsets, number)
-        found = module.forward(q, k, v, pairs, **how)
+        found = module.forward(q, k, v, pairs, documents, **how)
         read = (jnp.where(jnp.isfinite(found[1]), found[1], 0) + 1, *kept[1:])
-        return found, module.backward(q, k, v, read, pairs, **how)
+        return found, module.backward(q, k, v, read, pairs, documents, **how)
 
     with jax.default_matmul_precision("highest"):
         found, slopes = at(1, 0)
-        fixed = Pairs(masks, starts, others)
-        expected = at_once(q, k, v, fixed)
+        expected = at_once(q, k, v, fixed, documents)
         seen = np.isfinite(np.asarray(found[1]))
         total, d_out, shift = jnp.where(seen, found[1], 0) + 1, *kept[1:]
 
@@ -202,7 +236,7 @@ def test_runs_of_a_sequence_attend_to_runs_as_it_runs(module, name, queries, key
             grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
             logits, _ = masks.logits(jnp.einsum("btkgh,bskh->bkgts", grouped, k))
             heads = jnp.moveaxis(total.reshape(*total.shape[:2], k.shape[2], -1), 1, 3)
-            weights = jnp.where(positions_seen(fixed, q, k), jnp.exp(logits - heads[..., None]), 0)
+            weights = jnp.where(positions_seen(fixed, q, k, documents), jnp.exp(logits - heads[..., None]), 0)
             out = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(*q.shape[:3], -1)
             whole = jnp.moveaxis(jnp.sum(weights, -1), 3, 1).reshape(q.shape[:3])
             return jnp.sum(out * d_out) + jnp.sum(whole * shift)
@@ -231,23 +265,32 @@ def test_a_query_that_sees_nothing_here_gets_zeros_and_no_weight():
 
 
 @pytest.mark.slow  # real compilers: what the chip's memory holds only they say
-@pytest.mark.parametrize("chip", ["a100-sxm-80gb", "h100", "b200"])
-@pytest.mark.parametrize("width", [128, 256])
-def test_kernels_fit_into_the_memory_of_gpus_that_are_not_here(chip, width):
-    pytest.importorskip("jax_cuda12_plugin")
+@pytest.mark.parametrize(
+    ("chip", "width", "several"),
+    [(chip, width, False) for chip in ("a100-sxm-80gb", "h100", "b200") for width in (128, 256)]
+    + [("a100-sxm-80gb", 256, True), ("h100", 128, True), ("v5e", 128, True), ("v5p", 256, True)],
+)
+def test_kernels_fit_into_the_memory_of_chips_that_are_not_here(chip, width, several):
+    module, package = (tpu, "libtpu") if chip.startswith("v") else (gpu, "jax_cuda12_plugin")
+    pytest.importorskip(package)
     target = Target.of(parse_cluster(f"{chip}:1"))
     prepare(target)
     device = target_devices(target)[0]
     here = jax.sharding.SingleDeviceSharding(device)
-    q, k, sums = (
+    q, k, sums, begins = (
         jax.ShapeDtypeStruct((1, 4096, *rest), dtype, sharding=here)
-        for rest, dtype in (((16, width), jnp.bfloat16), ((8, width), jnp.bfloat16), ((16,), jnp.float32))
-    )
+        for rest, dtype in (
+            ((16, width), jnp.bfloat16), ((8, width), jnp.bfloat16), ((16,), jnp.float32), ((), jnp.int32)
+        )
+    )  # fmt: skip
     pairs = Pairs(Masks(True, None, None, width**-0.5))
 
-    def run(q, k, v, total, shift):
-        return gpu.forward(q, k, v, pairs), gpu.backward(q, k, v, (total, q, shift), pairs, dtype=jnp.bfloat16)
+    def run(q, k, v, begins, *sums):
+        documents = Documents(begins, begins) if several else None
+        made = module.backward(q, k, v, (sums[0], q, sums[1]), pairs, documents, dtype=jnp.bfloat16)
+        return module.forward(q, k, v, pairs, documents), made
 
     with lowering_for(device):
-        text = jax.jit(run).lower(q, k, k, sums, sums).compile().as_text()
-    assert all(f"of_{what}" in text for what in ("queries", "keys"))
+        text = jax.jit(run).lower(q, k, k, begins, sums, sums).compile().as_text()
+    names = ("splash_mha_dq", "splash_mha_dkv") if module is tpu else ("of_queries", "of_keys")
+    assert all(name in text for name in names)

@@ -49,7 +49,7 @@ def test_losses_of_tokens_are_those_of_the_formulas(name):
     step = make(model(name), Layout(micro_batch=2))
     weights, batch = weights_of(step), batch_of(step)
     tokens, labels = (np.asarray(batch[k])[0] for k in ("tokens", "labels"))
-    found = jax.jit(step.stack.losses)(weights, tokens, labels)
+    found = jax.jit(step.stack.losses)(weights, {"tokens": tokens, "labels": labels})
     wide = {k: {n: w.astype(np.float64) for n, w in run.items()} for k, run in by_layer(step, weights).items()}
     expected = getattr(reference, name)(wide, tokens, labels)
     np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-4, atol=2e-4)

@@ -46,25 +46,23 @@ def _backward(place: _Place, gradients: tuple[Any, Any]) -> tuple[None, Any, Non
 onto.defvjp(_forward, _backward)
 
 
-def losses_onto(
-    stack: Stack, weights: Tree, totals: Tree, tokens: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, Tree]:
+def losses_onto(stack: Stack, weights: Tree, totals: Tree, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Tree]:
     """Cross-entropy of every token [B, T] in fp32, as `Stack.losses`; and accumulators, as in `onto`.
 
     Args:
         stack: the model.
         weights: by run and name, as stored.
         totals: accumulators, likewise.
-        tokens, labels: [B, T].
+        batch: as there.
     """
     layered = {run.key for segment in stack.segments for run in segment.runs}
     passed = {key: onto(own, totals[key], ()) for key, own in weights.items() if key not in layered}
     ends = {key: own for key, (own, _) in passed.items()}
-    carry: Any = stack.embed(ends, tokens), {key: totals[key] for key in layered}
+    carry: Any = stack.embed(ends, batch["tokens"]), {key: totals[key] for key in layered}
     for segment in stack.segments:
-        carry = _segment(stack, segment, weights, carry)
+        carry = _segment(stack.of(batch), segment, weights, carry)
     stream, given = carry
-    return stack.head(ends, stream, labels)["loss"], given | {key: total for key, (_, total) in passed.items()}
+    return stack.head(ends, stream, batch["labels"])["loss"], given | {key: total for key, (_, total) in passed.items()}
 
 
 def _segment(stack: Stack, segment: Segment, weights: Tree, carry: Any) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.runtime.kernels import blocks
-from meshwise.runtime.kernels.masks import Pairs
+from meshwise.runtime.kernels.masks import Documents, Pairs
 from meshwise.runtime.watched import kept
 
 #: JAX's name of a platform -> the module of its kernel. They are loaded when they are used.
@@ -42,26 +42,29 @@ class Kernel:
         out, total = made
         return (kept(out, self.name, self.platform), checkpoint_name(total, self.name)) if self.name else made
 
-    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs) -> Outputs:
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, documents: Documents | None = None
+    ) -> Outputs:
         """Attend; see `blocks.forward`."""
         with jax.named_scope(self._scope(q, k, pairs)):
-            found: Outputs = self._module(q, k, pairs, "forward")(q, k, v, pairs)
+            found: Outputs = self._module(q, k, pairs, "forward")(q, k, v, pairs, documents)
         return found
 
-    def backward(
+    def backward(  # noqa: PLR0917 -- arrays of one call
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         kept: tuple[jax.Array, ...],
         pairs: Pairs,
+        documents: Documents | None = None,
         *,
         dtype: Any = jnp.float32,
     ) -> tuple[jax.Array, ...]:
         """Gradients; see `blocks.backward`."""
         function = self._module(q, k, pairs, "backward")
         with jax.named_scope(self._scope(q, k, pairs)):
-            found: tuple[jax.Array, ...] = function(q, k, v, kept, pairs, dtype=dtype)
+            found: tuple[jax.Array, ...] = function(q, k, v, kept, pairs, documents, dtype=dtype)
         return found
 
     def refusal(self, q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
@@ -105,25 +108,36 @@ def _kernel(platform: str) -> Any:
             return None
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, kernel: Kernel = _PLAIN) -> Outputs:
+def attend(  # noqa: PLR0917 -- arrays of one call
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pairs: Pairs,
+    kernel: Kernel = _PLAIN,
+    documents: Documents | None = None,
+) -> Outputs:
     """Attend to keys; nothing of the size of the scores is kept for the backward pass, which computes them again.
 
     Args:
-        q, k, v, pairs: as of `blocks.forward`.
+        q, k, v, pairs, documents: as of `blocks.forward`.
         kernel: see there.
 
     Returns: as `blocks.forward`.
     """
     if pairs.known:
-        return _attend(q, k, v, None, (kernel, pairs))
+        return _attend(q, k, v, (None, documents), (kernel, pairs))
     places = jnp.stack([jnp.asarray(x, jnp.int32) for x in (*pairs.queries, *pairs.keys, pairs.number)])
     nowhere = replace(pairs, queries=(0,) * len(pairs.queries), keys=(0,) * len(pairs.keys), number=0)
-    return _attend(q, k, v, places, (kernel, nowhere))
+    return _attend(q, k, v, (places, documents), (kernel, nowhere))
+
+
+#: Where queries and keys stand, where that is known only as the program runs; and documents, if there are several.
+_Where = tuple[jax.Array | None, Documents | None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, places: jax.Array | None, how: tuple[Kernel, Pairs]) -> Outputs:
-    return _forward(q, k, v, places, how)[0]
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, how: tuple[Kernel, Pairs]) -> Outputs:
+    return _forward(q, k, v, where, how)[0]
 
 
 def _placed(places: jax.Array | None, known: Pairs) -> Pairs:
@@ -136,18 +150,18 @@ def _placed(places: jax.Array | None, known: Pairs) -> Pairs:
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, places: jax.Array | None, how: tuple[Kernel, Pairs]
+    q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, how: tuple[Kernel, Pairs]
 ) -> tuple[Outputs, tuple[Any, ...]]:
-    made = how[0].forward(q, k, v, _placed(places, how[1]))
+    made = how[0].forward(q, k, v, _placed(where[0], how[1]), where[1])
     # Named here: the backward pass reads them as they are here, and would attend once more to make them.
     made = how[0].named(made)
-    return made, (q, k, v, *made, places)
+    return made, (q, k, v, *made, where)
 
 
 def _backward(how: tuple[Kernel, Pairs], kept: tuple[Any, ...], gradients: Outputs) -> tuple[jax.Array | None, ...]:
-    q, k, v, out, total, places = kept
+    q, k, v, out, total, (places, documents) = kept
     read = total, gradients[0], shift_of(out, *gradients)
-    found = how[0].backward(q, k, v, read, _placed(places, how[1]), dtype=q.dtype)
+    found = how[0].backward(q, k, v, read, _placed(places, how[1]), documents, dtype=q.dtype)
     return *(g.astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True)), None
 
 

@@ -265,9 +265,9 @@ class _Walk:
                 held = self._written(self.arrays[name], inputs[place], start)
                 self.arrays[name] = held
                 inputs[place] = jax.lax.dynamic_index_in_dim(held, self.around.layer, keepdims=False)
-        zigzag = self.around.zigzag
-        out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start, zigzag=zigzag)
-        return self._attended(op, out, total, splits)
+        zigzag, documents = self.around.zigzag, self.around.documents
+        made = attend_placed(op, inputs, masks, self.placement, splits, start=start, zigzag=zigzag, documents=documents)
+        return self._attended(op, *made, splits)
 
     def _written(self, cache: jax.Array, new: jax.Array, start: Any) -> jax.Array:
         """A cache with the keys, or values, of new positions in the layer that runs."""

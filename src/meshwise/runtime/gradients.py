@@ -59,7 +59,7 @@ class Accumulation:
 
         Args:
             weights: by run and name, as stored.
-            batch: "tokens" and "labels", [microbatches, sequences, positions].
+            batch: "tokens", "labels" and perhaps "documents", [microbatches, sequences, positions].
 
         Returns: the sum of the losses of all tokens, and its gradients in the format of accumulators.
         """
@@ -90,7 +90,7 @@ class Accumulation:
         """The function of a step's only microbatch."""
 
         def loss(weights: Tree, batch: Batch) -> jax.Array:
-            return jnp.sum(stack.losses(weights, batch["tokens"], batch["labels"]))
+            return jnp.sum(stack.losses(weights, batch))
 
         def one(weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
             watched = watch(weights, self.parameters, stack.placement, self.reductions)
@@ -106,7 +106,7 @@ class Accumulation:
             watched = watch(weights, self.parameters, stack.placement, self.reductions)
 
             def loss(passed: Tree) -> tuple[jax.Array, Tree]:
-                losses, passed = losses_onto(stack, watched, passed, microbatch["tokens"], microbatch["labels"])
+                losses, passed = losses_onto(stack, watched, passed, microbatch)
                 return jnp.sum(losses), passed
 
             # Nothing reads what goes forward beside the stream; compilers leave it out.

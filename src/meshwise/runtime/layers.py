@@ -73,17 +73,22 @@ class Stack:
 
         return {name: one(x) for name, x in batch.items()}
 
-    def losses(self, weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    def of(self, batch: Mapping[str, jax.Array]) -> Stack:
+        """The stack for the documents of a microbatch, if its sequences hold several: "documents" [B, T]."""
+        found = batch.get("documents")
+        return self if found is None else replace(self, around=replace(self.around, documents=found))
+
+    def losses(self, weights: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Cross-entropy of every token: [B, T] in fp32.
 
         Args:
             weights: by run and name, as stored.
-            tokens, labels: [B, T].
+            batch: "tokens", "labels" and perhaps "documents", [B, T].
         """
-        stream = self.embed(weights, tokens)
+        stream, own = self.embed(weights, batch["tokens"]), self.of(batch)
         for segment in self.segments:
-            stream = self.segment(segment, weights, stream)
-        return self.head(weights, stream, labels)["loss"]
+            stream = own.segment(segment, weights, stream)
+        return self.head(weights, stream, batch["labels"])["loss"]
 
     def embed(self, weights: Tree, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """From token ids [B, T] to the residual stream; positions are those of the whole sequence unless given [T]."""

@@ -45,6 +45,7 @@ class Surroundings:
         paged: where the tokens' sequences have their cache, if it is paged.
         layer: number of the layer that runs among those of its cache, if it has one.
         zigzag: the order of positions, if they are not in their own.
+        documents: position with which the document of each token begins [B, T], where it is not its whole sequence.
     """
 
     numerics: Numerics
@@ -61,6 +62,7 @@ class Surroundings:
     paged: PagedStep | None = None
     layer: Any = 0
     zigzag: Zigzag | None = None
+    documents: jax.Array | None = None
 
     @property
     def rotary(self) -> Rotary:

@@ -63,7 +63,7 @@ def pipelined(stages: Stages, weights: Tree, batch: Batch) -> tuple[jax.Array, T
     Args:
         stages: of the model.
         weights: by run and name, as stored.
-        batch: "tokens" and "labels", [microbatches, sequences, positions].
+        batch: "tokens", "labels" and perhaps "documents", [microbatches, sequences, positions].
 
     Returns: the sum of the losses of all tokens, and its gradients.
     """
@@ -155,7 +155,7 @@ class _Ticks:
         stages = self.stages
         ends = stages.embedded(self.weights, self.batch["tokens"])
         x = jnp.where(of_stages(stages.numbers == 0), stages.joined(ends[:, 0]), stages.empty)
-        kept = stages.places(self._layers, sum(stages.rounds.kept))
+        kept = stages.places(self._layers, sum(stages.rounds.kept), self._documents(stages.numbers))
         return _Carry(x, stages.empty, kept, ends, stages.zeros(self.weights), jnp.zeros((), jnp.float32))
 
     def fill(self, carry: _Carry, t: jax.Array, *, enter: bool = True) -> tuple[_Carry, jax.Array]:
@@ -201,7 +201,13 @@ class _Ticks:
 
     def _forward(self, carry: _Carry, t: jax.Array) -> tuple[jax.Array, Mapping[str, Kept]]:
         """What stages make of their inputs, and what is kept."""
-        return self.stages.forward(self._layers, carry.x, carry.kept, self._work(t - self.stages.numbers))
+        work = t - self.stages.numbers
+        return self.stages.forward(self._layers, carry.x, carry.kept, self._work(work), self._documents(work))
+
+    def _documents(self, work: jax.Array) -> jax.Array | None:
+        """Of the microbatch of each stage."""
+        found = self.batch.get("documents")
+        return None if found is None else self.stages.hold_numbers(_of_batch(found, self._microbatch(work)))
 
     def _backward(self, carry: _Carry, t: jax.Array) -> _Carry:
         """Stages go back from what they kept, and hand on the gradient of the input."""
@@ -256,5 +262,5 @@ class _Ticks:
 
 
 def _of_batch(batch: jax.Array, number: jax.Array) -> jax.Array:
-    """Read the microbatch of this number; rounds that have none read the first or the last."""
+    """Read the microbatch of this number, or of these; rounds that have none read the first or the last."""
     return batch[jnp.clip(number, 0, batch.shape[0] - 1)]

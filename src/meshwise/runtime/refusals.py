@@ -207,6 +207,20 @@ def check_dispatch(layout: Layout, job: TrainingJob, platforms: Collection[str])
         )
 
 
+def check_documents(program: Program) -> None:
+    """Refuse several documents in a sequence where queries see keys behind them: what is kept apart is what is before.
+
+    Raises:
+        ConfigError: names the attention.
+    """
+    found = next((op for block in program for op in block.ops if isinstance(op, Attention) and not op.causal), None)
+    if found is not None:
+        raise ConfigError(
+            f"documents: {found.name} is not causal, so that documents of one sequence cannot be kept apart; train on "
+            "sequences of one document each"
+        )
+
+
 def check_even(program: Program, placement: Placement, sizes: Mapping[str, float]) -> None:
     """Refuse a split that is not even: arrays are not padded.
 

@@ -22,6 +22,7 @@ from meshwise.runtime.circle import Circle
 from meshwise.runtime.layers import Layer, Stack, add_at, at_place, put_at, run_segment
 from meshwise.runtime.params import Parameter, Run, Segment, Tree
 from meshwise.runtime.watched import mapped, sunk
+from meshwise.sharding import Sharding
 
 #: Mesh axis of the stages.
 STAGE = "stage"
@@ -215,20 +216,26 @@ class Stages:
         losses, (d_weights, d_y) = each(weights, self.dealt(y), self.dealt_numbers(labels), shares)
         return jnp.sum(losses), (d_weights, self.joined(self._constrain(d_y)))
 
-    def places(self, weights: Tree, count: int) -> dict[str, Kept]:
-        """Zeros for what stages keep of as many pieces of one microbatch each, by run."""
+    def places(self, weights: Tree, count: int, documents: jax.Array | None = None) -> dict[str, Kept]:
+        """Zeros for what stages keep of as many pieces of one microbatch each, by run.
+
+        Args:
+            weights: of layers.
+            count: of pieces.
+            documents: as of `forward`.
+        """
         x = jax.ShapeDtypeStruct(self._shape, self.stack.around.activations)
 
         def zeros(segment: Segment, run: Run) -> Kept:
             first = (0,) * len(next(iter(self.parameters[run.key].values())).stack)
 
-            def one(x: jax.Array, own: Any) -> Any:
-                return _kept(jax.vjp(self.stack.layer(segment, run), x, own)[1], own)
+            def one(x: jax.Array, own: Any, documents: jax.Array | None) -> Any:
+                return _kept(jax.vjp(self._stack(documents).layer(segment, run), x, own)[1], own)
 
             own = jax.eval_shape(lambda own: jax.tree.map(lambda w: w[first], own), weights[run.key])
             each = jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.count, *a.shape), a.dtype), (x, own))
             # As `forward` runs it: what goes back knows over which mesh axes its arrays are split.
-            leaves, structure = jax.tree.flatten(jax.eval_shape(jax.vmap(one, spmd_axis_name=STAGE), *each))
+            leaves, structure = jax.tree.flatten(jax.eval_shape(jax.vmap(one, spmd_axis_name=STAGE), *each, documents))
             sizes = (self.count, count, *segment.stack(run))
             return Kept([jnp.zeros((*sizes, *leaf.shape[1:]), leaf.dtype) for leaf in leaves], structure)
 
@@ -239,8 +246,16 @@ class Stages:
         """Of a microbatch's stream."""
         return (self.sequences, self.length, int(self.stack.program.sizes["D"]))
 
+    def _stack(self, documents: jax.Array | None) -> Stack:
+        return self.stack if documents is None else self.stack.of({"documents": documents})
+
     def forward(
-        self, weights: Tree, x: jax.Array, kept: Mapping[str, Kept], at: PieceRun
+        self,
+        weights: Tree,
+        x: jax.Array,
+        kept: Mapping[str, Kept],
+        at: PieceRun,
+        documents: jax.Array | None = None,
     ) -> tuple[jax.Array, Mapping[str, Kept]]:
         """Run every stage's layers of one piece on its own input: [stages, B, T, D].
 
@@ -248,15 +263,20 @@ class Stages:
             weights: of layers; x: the input.
             kept: of `places`.
             at: which piece each stage runs.
+            documents: of its microbatch, if there are several in a sequence: [stages, B, T].
 
         Returns: their output, and `kept` with what the backward pass reads.
         """
 
-        def one(weights: Tree, x: jax.Array, kept: Mapping[str, Kept], at: PieceRun) -> Any:
+        def one(
+            weights: Tree, x: jax.Array, kept: Mapping[str, Kept], at: PieceRun, documents: jax.Array | None
+        ) -> Any:
+            stack = self._stack(documents)
+
             def layer(segment: Segment, run: Run, carry: Any, number: jax.Array) -> Any:
                 x, kept = carry
                 own, place = self._at(weights, segment, run, at, number)
-                y, back = jax.vjp(self.stack.layer(segment, run), x, own)
+                y, back = jax.vjp(stack.layer(segment, run), x, own)
                 leaves = [self._in_order(leaf) for leaf in jax.tree.leaves(_kept(back, own))]
                 held = zip(kept[run.key].leaves, leaves, strict=True)
                 written = replace(kept[run.key], leaves=[put_at(to, leaf, place) for to, leaf in held])
@@ -264,7 +284,7 @@ class Stages:
 
             return self._layers(layer, (x, kept))[0]
 
-        y, kept = jax.vmap(one, spmd_axis_name=STAGE)(weights, x, kept, at)
+        y, kept = jax.vmap(one, spmd_axis_name=STAGE)(weights, x, kept, at, documents)
         return self._constrain(y), kept
 
     def backward(
@@ -359,6 +379,12 @@ class Stages:
     def _constrain(self, x: jax.Array, lead: int = 0) -> jax.Array:
         """Keep [stages, ..., B, T, D] where the stages are."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.stack.placement.mesh, self.spec(lead)))
+
+    def hold_numbers(self, x: jax.Array) -> jax.Array:
+        """Keep numbers of tokens [stages, B, T] where the stages are."""
+        splits = self.stack.placement.strategy.splits(("B", "T"), sequence=False)
+        spec = PartitionSpec(STAGE, *self.stack.placement.spec(Sharding.of(("B", "T"), splits)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.stack.placement.mesh, spec))
 
     def shift(self, x: jax.Array, by: int) -> jax.Array:
         """Hand each stage's array on to the next stage, or back to the one before; the ends are joined."""

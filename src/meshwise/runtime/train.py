@@ -42,6 +42,7 @@ from meshwise.runtime.pipeline import piece_order
 from meshwise.runtime.refusals import (
     RUNNABLE,
     check_dispatch,
+    check_documents,
     check_even,
     check_job,
     check_layout,
@@ -69,6 +70,7 @@ class TrainStep:
         parameters: by run and name.
         job, layout: of the plan.
         constants: of the optimizer.
+        documents: whether sequences hold several.
     """
 
     stack: Stack
@@ -76,6 +78,7 @@ class TrainStep:
     job: TrainingJob
     layout: Layout
     constants: Hyperparameters
+    documents: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -109,12 +112,17 @@ class TrainStep:
 
     @cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a step's batch: "tokens" and "labels", int32 [microbatches, sequences of one, seq_len]."""
+        """Shapes of a step's batch: "tokens" and "labels", int32 [microbatches, sequences of one, seq_len].
+
+        Where sequences hold several documents, "documents" is of the same shape: the position with which that of each
+        token begins.
+        """
         layout = self.layout
         shape = (layout.num_microbatches, layout.sequences // layout.num_microbatches, int(self.job.seq_len))
         splits = self.stack.placement.strategy.splits(("B", "T"), sequence=False)
         sharding = self.stack.placement.named(Sharding.of(("B", "T"), splits), stack=1)
-        return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "labels")}
+        names = ("tokens", "labels", "documents") if self.documents else ("tokens", "labels")
+        return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
 
     @cached_property
     def jitted(self) -> Any:
@@ -226,7 +234,13 @@ class TrainStep:
 
 
 def train_step(
-    model: Model, layout: Layout, job: TrainingJob, devices: Sequence[Any], constants: Hyperparameters | None = None
+    model: Model,
+    layout: Layout,
+    job: TrainingJob,
+    devices: Sequence[Any],
+    constants: Hyperparameters | None = None,
+    *,
+    documents: bool = False,
 ) -> TrainStep:
     """Make the training step of a plan.
 
@@ -235,6 +249,7 @@ def train_step(
         devices: as many as the layout has chips, in the order of its mesh (`layout.used_axes`, last axis fastest);
             they may be of a topology that is only compiled for.
         constants: of the optimizer, whose name is the job's.
+        documents: whether sequences hold several, which do not see each other.
 
     Raises:
         ConfigError: for a model that is not executed, by name.
@@ -251,6 +266,8 @@ def train_step(
     reduces = "optimizer" if at_once else "gradients"
     placement = Placement(mesh, LayoutChoices.of(layout).strategy, reduces=reduces, once=once)
     program = model.train_program()
+    if documents:
+        check_documents(program)
     sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
     check_even(program, placement, sizes)
     check_dispatch(layout, job, {d.platform for d in mesh.devices.flat})
@@ -275,4 +292,4 @@ def train_step(
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
     parameters = describe_parameters(program, segments, numerics, stacked)
-    return TrainStep(stack, parameters, job, layout, named)
+    return TrainStep(stack, parameters, job, layout, named, documents)

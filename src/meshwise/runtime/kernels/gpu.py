@@ -20,7 +20,8 @@ from jax.experimental.pallas import triton as triton_module
 
 from meshwise.hardware.kernels import ATTENTION
 from meshwise.runtime.kernels.counted import counted
-from meshwise.runtime.kernels.masks import Masks, Pairs
+from meshwise.runtime.kernels.gpu_documents import Apart, after_beginning, of_keys, of_rows
+from meshwise.runtime.kernels.masks import Documents, Masks, Pairs
 
 _triton: Any = triton_module
 
@@ -70,7 +71,13 @@ def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pairs: Pairs,
+    documents: Documents | None = None,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend; arguments and result as of `blocks.forward`."""
     tile = _tile("forward", q, k, pairs)
@@ -85,17 +92,20 @@ def forward(
     specs = (_rows(q, rows), _all_of(k, group), _all_of(v, group))
     outputs = (_rows(v, rows), _row_numbers(rows))
     grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
+    apart = of_rows(documents, rows)
     with counted(q, k, v, pairs, products=2, size=(rows, keys), gpu=True):
-        out, total = _call(kernel, tile, grid, (specs, outputs), shapes, interpret=interpret)(*_starts(pairs), q, k, v)
+        call = _call(kernel, tile, grid, (specs, outputs), shapes, apart, interpret=interpret)
+        out, total = call(*_starts(pairs), q, k, v)
     return out, jnp.swapaxes(total, 1, 2)
 
 
-def backward(
+def backward(  # noqa: PLR0917 -- arrays of one call
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     kept: tuple[jax.Array, jax.Array, jax.Array],
     pairs: Pairs,
+    documents: Documents | None = None,
     *,
     dtype: Any = jnp.float32,
     interpret: bool = False,
@@ -105,18 +115,18 @@ def backward(
     total = jnp.where(jnp.isfinite(total), total, 0.0)
     group = q.shape[2] // k.shape[2]
     how: dict[str, Any] = {"runs": pairs.runs(q, k), "masks": pairs.masks, "width": q.shape[3], "value": v.shape[3]}
-    arrays = (*_starts(pairs), q, k, v, total, d_out, shift)
+    starts = _starts(pairs)
 
     tile = _tile("of_queries", q, k, pairs)
     rows, keys = tile.rows, tile.keys
     specs: tuple[Any, ...] = (_rows(q, rows), _all_of(k, group), _all_of(v, group))
     specs += (_row_numbers(rows), _rows(v, rows), _row_numbers(rows))
     grid = (q.shape[1] // rows, q.shape[0], q.shape[2])
-    shape = (jax.ShapeDtypeStruct(q.shape, dtype),)
+    shape, both = (jax.ShapeDtypeStruct(q.shape, dtype),), (specs, (_rows(q, rows),))
+    kernel, apart = partial(_of_queries, keys=keys, **how), of_rows(documents, rows)
     with counted(q, k, v, pairs, products=3, size=(rows, keys), gpu=True):
-        (d_q,) = _call(
-            partial(_of_queries, keys=keys, **how), tile, grid, (specs, (_rows(q, rows),)), shape, interpret=interpret
-        )(*arrays)
+        call = _call(kernel, tile, grid, both, shape, apart, interpret=interpret)
+        (d_q,) = call(*starts, q, k, v, total, d_out, shift)
 
     tile = _tile("of_keys", q, k, pairs)
     rows, keys = tile.rows, tile.keys
@@ -126,10 +136,10 @@ def backward(
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k, v))
     outputs = (_rows(k, keys), _rows(v, keys))
     grouped = _by_group(total, group, 1), _by_group(d_out, group), _by_group(shift, group, 1)
+    kernel, apart = partial(_of_keys, rows=rows, **how), of_keys(documents, starts, k.shape[1], keys)
     with counted(q, k, v, pairs, products=4, size=(rows, keys), gpu=True):
-        d_k, d_v = _call(
-            partial(_of_keys, rows=rows, **how), tile, grid, (specs, outputs), shapes, interpret=interpret
-        )(*arrays[:2], _by_group(q, group), k, v, *grouped)
+        call = _call(kernel, tile, grid, (specs, outputs), shapes, apart, interpret=interpret)
+        d_k, d_v = call(*starts, _by_group(q, group), k, v, *grouped)
     return d_q, d_k, d_v
 
 
@@ -140,25 +150,33 @@ def _tile(kernel: str, q: jax.Array, k: jax.Array, pairs: Pairs) -> Tile:
     return replace(tile, rows=_size(queries, tile.rows), keys=_size(keys, tile.keys))
 
 
-def _call(
+def _call(  # noqa: PLR0917
     kernel: Callable[..., None],
     tile: Tile,
     grid: tuple[int, ...],
     specs: tuple[Any, Any],
     shapes: Any,
+    apart: Apart,
     *,
     interpret: bool,
 ) -> Callable[..., Any]:
-    return pl.pallas_call(
-        kernel,
+    """A kernel of where queries and keys begin and its arrays, beside what `apart` says of documents."""
+    count = 2 + len(apart)
+
+    def with_documents(*refs: Any) -> None:
+        kernel(*refs[:2], refs[2:count], *refs[count:])
+
+    called = pl.pallas_call(
+        with_documents,
         grid=grid,
-        in_specs=(pl.BlockSpec(), pl.BlockSpec(), *specs[0]),
+        in_specs=(pl.BlockSpec(), pl.BlockSpec(), *(spec for _, spec in apart), *specs[0]),
         out_specs=specs[1],
         out_shape=shapes,
         compiler_params=_triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name=kernel.func.__name__.strip("_"),  # type: ignore[attr-defined]  # (a partial)
     )
+    return lambda *arrays: called(*arrays[:2], *(array for array, _ in apart), *arrays[2:])
 
 
 def _starts(pairs: Pairs) -> tuple[jax.Array, jax.Array]:
@@ -232,7 +250,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _scores(  # noqa: PLR0917
-    q: jax.Array, k: jax.Array, first_query: Any, first_key: Any, masks: Masks, whole: bool
+    q: jax.Array, k: jax.Array, first_query: Any, first_key: Any, masks: Masks, begins: Any, whole: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Logits of a block [rows, keys], in units of powers of two, and the slope of the cap; `whole`: all are seen."""
     logits, slope = masks.logits(_dot(q, k.T), _LOG2_E)
@@ -240,7 +258,9 @@ def _scores(  # noqa: PLR0917
         return logits, slope
     queries = first_query + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     keys = first_key + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.where(masks.sees(queries, keys), logits, _UNSEEN), slope
+    seen = masks.sees(queries, keys)
+    seen = seen if begins is None else seen & (keys >= begins[:, None])
+    return jnp.where(seen, logits, _UNSEEN), slope
 
 
 def _over(  # noqa: PLR0917
@@ -249,6 +269,7 @@ def _over(  # noqa: PLR0917
     starts: Any,
     lengths: tuple[int, int],
     masks: Masks,
+    within: Callable[..., Any] | None,
     more: Callable[..., Any],
     carry: Any,
 ) -> Any:
@@ -260,6 +281,7 @@ def _over(  # noqa: PLR0917
         starts: position with which each run of the others begins.
         lengths: of a run, and of a block of the others.
         masks: see there.
+        within: of a run's number and start, and of both bounds: those within documents, if there are several.
         more: of where a block of the others begins, by place and by position, the carry, and whether all are seen.
         carry: to begin with.
     """
@@ -267,6 +289,7 @@ def _over(  # noqa: PLR0917
     for number in range(starts.shape[0]):
         start = starts[number]
         some, whole = (bounds(*block, start, run) for bounds in ranges)
+        some, whole = (some, whole) if within is None else within(number, start, some, whole)
 
         def one(place: Any, carry: Any, *, whole: bool, begun: int = number * run, start: Any = start) -> Any:
             return more(begun + place * size, start + place * size, carry, whole=whole)
@@ -288,6 +311,7 @@ def _over(  # noqa: PLR0917
 def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     queries: Any,
     starts: Any,
+    documents: tuple[Any, ...],
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -302,12 +326,12 @@ def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
 ) -> None:
     rows = q_ref.shape[0]
     first = _first(queries, runs[0], rows)
-    q = _load(q_ref, width)
+    q, begins = _load(q_ref, width), documents[0][...] if documents else None
 
     def more(place: Any, start: Any, carry: tuple[jax.Array, ...], *, whole: bool) -> tuple[jax.Array, ...]:
         made, total, largest = carry
         here = pl.ds(place, keys)
-        logits, _ = _scores(q, _load(k_ref.at[here], width), first, start, masks, whole)
+        logits, _ = _scores(q, _load(k_ref.at[here], width), first, start, masks, begins, whole)
         top = jnp.maximum(largest, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - top[:, None])
         fade = jnp.exp2(largest - top)
@@ -316,7 +340,8 @@ def _forward(  # noqa: PLR0917  (a kernel gets its arrays one by one)
 
     empty = jnp.zeros((rows, v_ref.shape[1]), jnp.float32), jnp.zeros(rows), jnp.full(rows, _LEAST, jnp.float32)
     ranges, block = (masks.key_range, masks.whole_key_range), (first, first + rows - 1)
-    made, total, largest = _over(ranges, block, starts, (runs[1], keys), masks, more, empty)
+    within = after_beginning(begins, runs[1]) if documents else None
+    made, total, largest = _over(ranges, block, starts, (runs[1], keys), masks, within, more, empty)
     some = total > 0
     whole = jnp.where(some, total, 1.0)
     _store(out, made / whole[:, None], value)
@@ -331,11 +356,12 @@ def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     first_query: Any,
     first_key: Any,
     masks: Masks,
+    begins: Any,
     whole: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Weights of a block of pairs, and gradients of its scores: [rows, keys]."""
     total, d_out, shift = kept
-    logits, slope = _scores(q, k, first_query, first_key, masks, whole)
+    logits, slope = _scores(q, k, first_query, first_key, masks, begins, whole)
     weights = jnp.exp2(logits - (total * _LOG2_E)[:, None])
     d_scores = weights * (_dot(d_out, v.T) + shift[:, None]) * masks.scale
     return weights, d_scores if slope is None else d_scores * slope
@@ -344,6 +370,7 @@ def _gradients(  # noqa: PLR0917  (a kernel gets its arrays one by one)
 def _of_queries(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     queries: Any,
     starts: Any,
+    documents: tuple[Any, ...],
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -361,21 +388,23 @@ def _of_queries(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     rows = q_ref.shape[0]
     first = _first(queries, runs[0], rows)
     q, kept = _load(q_ref, width), (total_ref[...], _load(d_out_ref, value), shift_ref[...])
+    begins = documents[0][...] if documents else None
 
     def more(place: Any, start: Any, total: jax.Array, *, whole: bool) -> jax.Array:
         here = pl.ds(place, keys)
         k, v = _load(k_ref.at[here], width), _load(v_ref.at[here], value)
-        _, d_scores = _gradients(q, k, v, kept, first, start, masks, whole)
+        _, d_scores = _gradients(q, k, v, kept, first, start, masks, begins, whole)
         return total + _dot(d_scores.astype(k.dtype), k)
 
     ranges, block = (masks.key_range, masks.whole_key_range), (first, first + rows - 1)
-    begun = jnp.zeros(q.shape, jnp.float32)
-    _store(d_q, _over(ranges, block, starts, (runs[1], keys), masks, more, begun), width)
+    begun, within = jnp.zeros(q.shape, jnp.float32), after_beginning(begins, runs[1]) if documents else None
+    _store(d_q, _over(ranges, block, starts, (runs[1], keys), masks, within, more, begun), width)
 
 
 def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     queries: Any,
     starts: Any,
+    documents: tuple[Any, ...],
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -396,6 +425,9 @@ def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
     k, v = _load(k_ref, width), _load(v_ref, value)
     ranges, block = (masks.query_range, masks.whole_query_range), (first, first + keys - 1)
 
+    def before_end(number: int, _: Any, *bounds: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+        return [(low, jnp.minimum(high, documents[1][number, n])) for n, (low, high) in enumerate(bounds)]
+
     def of_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def more(
             place: Any, start: Any, sums: tuple[jax.Array, jax.Array], *, whole: bool
@@ -403,10 +435,13 @@ def _of_keys(  # noqa: PLR0917  (a kernel gets its arrays one by one)
             here = pl.ds(place, rows)
             q, d_out = _load(q_ref.at[here, head], width), _load(d_out_ref.at[here, head], value)
             kept = total_ref[head, here], d_out, shift_ref[head, here]
-            weights, d_scores = _gradients(q, k, v, kept, start, first, masks, whole)
+            begins = documents[0][here] if documents else None
+            weights, d_scores = _gradients(q, k, v, kept, start, first, masks, begins, whole)
             return sums[0] + _dot(d_scores.astype(q.dtype).T, q), sums[1] + _dot(weights.astype(v.dtype).T, d_out)
 
-        made: tuple[jax.Array, jax.Array] = _over(ranges, block, queries, (runs[0], rows), masks, more, sums)
+        made: tuple[jax.Array, jax.Array] = _over(
+            ranges, block, queries, (runs[0], rows), masks, before_end if documents else None, more, sums
+        )
         return made
 
     start_sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)

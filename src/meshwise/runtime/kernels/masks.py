@@ -6,7 +6,7 @@ Positions count from the beginning of the sequence, so that a device may hold an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,18 @@ def _larger(a: Any, b: Any) -> Any:
 
 def _smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+class Documents(NamedTuple):
+    """Documents one after the other in a sequence, where attention is causal: a query sees keys of its own alone.
+
+    Args:
+        queries, keys: position with which the document of each begins, in the order of queries and of keys: int32
+            [B, T] and [B, S].
+    """
+
+    queries: jax.Array
+    keys: jax.Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from meshwise.hardware.kernels import ATTENTION
 from meshwise.runtime.kernels.counted import counted
-from meshwise.runtime.kernels.masks import Masks, Pairs
+from meshwise.runtime.kernels.masks import Documents, Masks, Pairs
 
 _kernel: Any = splash
 _MaskInfo: Any = mask_info.MaskInfo
@@ -46,7 +46,13 @@ def refusal(q: jax.Array, k: jax.Array, pairs: Pairs) -> str:
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, *, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pairs: Pairs,
+    documents: Documents | None = None,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend; arguments and result as of `blocks.forward`."""
     size = _sizes(q, k, pairs)
@@ -54,7 +60,6 @@ def forward(
     attend = partial(
         _kernel._splash_attention_forward,
         own,
-        segment_ids=None,
         sinks=None,
         mask_value=_kernel.DEFAULT_MASK_VALUE,
         is_mqa=False,
@@ -66,18 +71,19 @@ def forward(
         interpret=interpret,
     )
     with counted(q, k, v, pairs, products=2, size=size):
-        out, (total,) = jax.vmap(attend)(_scaled(q, pairs), _by_head(k), _by_head(v))
+        out, (total,) = jax.vmap(attend)(_scaled(q, pairs), _by_head(k), _by_head(v), _segments(documents))
     out, total = jnp.swapaxes(out, 1, 2), jnp.swapaxes(total, 1, 2)
     some = total > _NOTHING
     return jnp.where(some[..., None], out, 0).astype(v.dtype), jnp.where(some, total, -jnp.inf)
 
 
-def backward(
+def backward(  # noqa: PLR0917 -- arrays of one call
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     kept: tuple[jax.Array, jax.Array, jax.Array],
     pairs: Pairs,
+    documents: Documents | None = None,
     *,
     dtype: Any = jnp.float32,
     interpret: bool = False,
@@ -101,23 +107,28 @@ def backward(
     keys = _tables(pairs, q, k, size, by_key=True)
     queries = _tables(pairs, q, k, size, by_key=False)
 
-    def of_keys(q: jax.Array, k: jax.Array, v: jax.Array, *kept: jax.Array) -> tuple[jax.Array, ...]:
+    def of_keys(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *kept: jax.Array) -> tuple[jax.Array, ...]:
         made: tuple[jax.Array, ...] = _kernel._splash_attention_bwd_dkv(
-            q, k, v, None, None, *kept, mask_info=keys, bkv_compute=size[1], use_fused_bwd_kernel=False, **common
+            q, k, v, segments, None, *kept, mask_info=keys, bkv_compute=size[1], use_fused_bwd_kernel=False, **common
         )
         return made[1:]
 
-    def of_queries(q: jax.Array, k: jax.Array, v: jax.Array, *kept: jax.Array) -> jax.Array:
-        made: jax.Array = _kernel._splash_attention_bwd_dq(q, k, v, None, None, *kept, mask_info=queries, **common)
+    def of_queries(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *kept: jax.Array) -> jax.Array:
+        made: jax.Array = _kernel._splash_attention_bwd_dq(q, k, v, segments, None, *kept, mask_info=queries, **common)
         return made
 
-    arrays = (_scaled(q, pairs), _by_head(k), _by_head(v), total, d_out, -shift)
+    arrays = (_scaled(q, pairs), _by_head(k), _by_head(v), _segments(documents), total, d_out, -shift)
     with counted(q, k, v, pairs, products=4, size=size):
         d_k, d_v = jax.vmap(of_keys)(*arrays)
     with counted(q, k, v, pairs, products=3, size=size):
         d_q = jax.vmap(of_queries)(*arrays)
     d_q, d_k, d_v = (jnp.swapaxes(x, 1, 2) for x in (d_q, d_k, d_v))
     return (d_q * pairs.masks.scale).astype(dtype), d_k.astype(dtype), d_v.astype(dtype)
+
+
+def _segments(documents: Documents | None) -> Any:
+    """What tells documents apart: where each begins. The kernel reads blocks that hold no pair of one, too."""
+    return None if documents is None else _kernel.SegmentIds(q=documents.queries, kv=documents.keys)
 
 
 def _by_head(x: jax.Array) -> jax.Array:
