@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 from meshwise.core.tensors import (
     Attention,
@@ -29,7 +29,8 @@ from meshwise.costs.extents import Distinct, Split, Symbols, WeightedSum, elemen
 from meshwise.costs.fusions import fused_operations
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.local_ops import LoweredOp, lower_op
-from meshwise.costs.memory_plan import MemoryPlan, UpdatePlan, in_chunks, memory_plan, update_plan
+from meshwise.costs.lowered_parts import BlockPart, LocalPart
+from meshwise.costs.memory_plan import MemoryPlan, UpdatePlan, in_chunks, memory_plan, update_plan, with_buffers
 from meshwise.costs.pipeline import Part
 from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, CollectiveTemplate
 from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
@@ -38,10 +39,9 @@ from meshwise.sharding.layout import CONTEXT_METHODS
 from meshwise.sharding.place import is_placed_uniformly, place_block, place_forward
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose
 from meshwise.sharding.remat import remat_policy, saved_activations
+from meshwise.sharding.ring_attention import with_ring
 from meshwise.sharding.serving import ServingLayoutChoices
 from meshwise.sharding.strategy import Strategy
-
-T = TypeVar("T")
 
 
 class Symbolic:
@@ -66,9 +66,15 @@ class Symbolic:
     def training(self, copy: int, choices: LayoutChoices) -> LoweredTrainingBlock:
         """One of `copies` in a training step."""
         if (copy, choices) not in self._training:
-            placed = place_block(self.copies.values[copy], choices.strategy, remat_policy(choices.remat))
-            self._training[copy, choices] = LoweredTrainingBlock(placed, self, chunked=choices.loss == "chunked")
+            self._training[copy, choices] = self._lower(copy, choices)
         return self._training[copy, choices]
+
+    def _lower(self, copy: int, choices: LayoutChoices) -> LoweredTrainingBlock:
+        if choices.context_method == "ring":
+            gathered = self.training(copy, choices.but(context_method="gather"))
+            return LoweredTrainingBlock(with_ring(gathered.placed, choices.strategy), self, computes_as=gathered)
+        placed = place_block(self.copies.values[copy], choices.strategy, remat_policy(choices.remat))
+        return LoweredTrainingBlock(placed, self, chunked=choices.loss == "chunked")
 
     def serving(self, copy: int, strategy: Strategy) -> LoweredServingBlock:
         """One of `copies` in a step of serving."""
@@ -178,18 +184,6 @@ class Lowered:
         return self._serving[choices]
 
 
-class _Part(cached_property[T]):
-    """A part of a lowered block that does not depend on how many copies of it there are: worked out of one."""
-
-    def __get__(self, block: object, owner: type | None = None) -> T:  # type: ignore[override]
-        one = getattr(block, "one", None)
-        if one is None or self.attrname is None:
-            return super().__get__(block, owner)
-        found: T = super().__get__(one, owner)
-        block.__dict__[self.attrname] = found
-        return found
-
-
 @dataclass(frozen=True)
 class LoweredBlock(ABC):
     """A placed block of a program; each part is worked out when it is first asked for.
@@ -214,7 +208,7 @@ class LoweredBlock(ABC):
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
         """Local operations by pass."""
 
-    @_Part
+    @LocalPart
     def passes(self) -> Mapping[str, tuple[int, ...]]:
         """Numbers of the same operations."""
         routed = any(isinstance(op, Route) for op in self.placed.block.ops)
@@ -246,12 +240,14 @@ class LoweredTrainingBlock(LoweredBlock):
     Args:
         rest: whether it stands for the copies that a partial remat policy leaves out.
         chunked: whether it is a head that makes its logits in chunks.
+        computes_as: the same block with gathers, where its keys and values go round in a ring.
     """
 
     rest: bool = False
     chunked: bool = False
+    computes_as: LoweredTrainingBlock | None = field(default=None, repr=False, compare=False)
 
-    @_Part
+    @LocalPart
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
         """Local operations by pass."""
         items: dict[str, list[LocalOp]] = {"forward": [], "recompute": [], "backward": [], "weights": []}
@@ -264,30 +260,32 @@ class LoweredTrainingBlock(LoweredBlock):
                 items["recompute" if item.op.name in self.placed.recomputed else name].append(item)
         return {name: tuple(found) for name, found in items.items()}
 
-    @_Part
+    @BlockPart
     def collectives(self) -> tuple[CollectiveTemplate, ...]:
         """What it sends."""
         assert self.of.optimizer is not None
         return self.of.collectives().of_training(self.placed, self.of.optimizer)
 
-    @_Part
+    @BlockPart
     def groups(self) -> frozenset[Split]:
         """Groups of mesh axes over which it sends anything."""
         return frozenset(one.key.mesh_axes for one in self.collectives)
 
-    @_Part
+    @BlockPart
     def sent(self) -> frozenset[tuple[Split, Purpose]]:
         """Groups of mesh axes, sorted, over which something is sent, and for what."""
         return frozenset((tuple(sorted(one.key.mesh_axes)), one.purpose) for one in self.collectives)
 
-    @_Part
+    @BlockPart
     def memory(self) -> MemoryPlan:
         """What it holds."""
         assert self.of.optimizer is not None
+        if self.computes_as is not None:
+            return with_buffers(self.computes_as.memory, self.placed, self.of.symbols, self.of.precision)
         placed = in_chunks(self.placed) if self.chunked else self.placed
         return memory_plan(placed, self.of.symbols, self.of.precision, self.of.optimizer)
 
-    @_Part
+    @LocalPart
     def update(self) -> UpdatePlan:
         """What updating its weights takes."""
         assert self.of.optimizer is not None
@@ -326,7 +324,7 @@ class LoweredServingBlock(LoweredBlock):
     Its passes are "matmuls", "elementwise", "attention" (all that reads cached positions) and "states" (recurrences).
     """
 
-    @_Part
+    @BlockPart
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
         """Local operations by pass."""
         items: dict[str, list[LocalOp]] = {}
@@ -340,33 +338,33 @@ class LoweredServingBlock(LoweredBlock):
         """Name of an operation -> how engines fuse it with another (`fusions`)."""
         return fused_operations(self.placed.block.ops)
 
-    @_Part
+    @BlockPart
     def collectives(self) -> tuple[CollectiveTemplate, ...]:
         """What it sends."""
         return self.of.collectives().of_forward(self.placed)
 
-    @_Part
+    @BlockPart
     def weights(self) -> WeightedSum:
         """Bytes of one copy as stored, idle ones included."""
         return self._held_bytes(self.placed.weights)
 
-    @_Part
+    @BlockPart
     def gathered(self) -> tuple[WeightedSum, tuple[WeightedSum, ...]]:
         """Bytes of weights as used, where they are gathered first: all of them, and each alone."""
         gathered = self.placed.gathered
         return self._held_bytes(gathered), tuple(self._held_bytes((h,)) for h in gathered)
 
-    @_Part
+    @BlockPart
     def caches(self) -> WeightedSum:
         """Bytes of one copy's caches."""
         return self._held_bytes(self.placed.caches)
 
-    @_Part
+    @BlockPart
     def moments(self) -> tuple[WeightedSum, ...]:
         """Activations that each operation holds."""
         return tuple(dict.fromkeys(self._moment(item) for item in chain(*self.items.values())))
 
-    @_Part
+    @BlockPart
     def compiled_moments(self) -> tuple[WeightedSum, ...]:
         """The same where a compiler lets what is elementwise write over what it reads."""
         return tuple(

@@ -113,6 +113,15 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
     )
 
 
+def with_buffers(plan: MemoryPlan, placed: PlacedBlock, symbols: Symbols, precision: Precision) -> MemoryPlan:
+    """The plan of a layer that sends other activations, and holds what `plan` is of."""
+
+    def moments(*, compiled: bool) -> tuple[Moment, ...]:
+        return plan.compiled_operations if compiled else plan.operations
+
+    return replace(plan, buffers=_buffers(placed, symbols, precision), find_moments=moments)
+
+
 def in_chunks(placed: PlacedBlock) -> PlacedBlock:
     """A head with logits of no more positions than a chunk has, one device's own."""
 

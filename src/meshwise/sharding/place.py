@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from meshwise.core.backward import backward
 from meshwise.core.tensors import (
-    Attention,
     AttentionGradient,
     Block,
     Elementwise,
@@ -29,6 +28,7 @@ from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.remat import RematPolicy, Saved, is_passing, saved_activations
 from meshwise.sharding.reshard import CollectiveKind, nearest, reshard
+from meshwise.sharding.ring_attention import with_ring
 from meshwise.sharding.strategy import Strategy, iteration_space
 
 
@@ -50,7 +50,6 @@ class _Placer:
         self.beside = beside  # names of what moves round a ring beside products, forward or as a gradient
         self.held = held
         self.copies: set[tuple[str, Sharding]] = set()
-        self.circling: set[str] = set()  # keys, values and their gradients, in ring attention
         self.forms: dict[str, list[Sharding]] = {}  # what each tensor became on its ways
         self.wanted = defaultdict[str, list[Sharding]](list)  # as what each tensor was read
         self.items: list[LocalOp | Transfer] = []
@@ -64,8 +63,6 @@ class _Placer:
 
     def run(self, op: Op) -> None:
         """Place one operation."""
-        if self.strategy.ring and isinstance(op, Attention | AttentionGradient):
-            self.circling |= _circling(op)
         if op.name in self.known:
             placed = self.known[op.name]
             for held in placed.inputs:
@@ -192,8 +189,7 @@ class _Placer:
             return
         for c in steps:
             if c.kind is not CollectiveKind.SLICE:
-                circles = name in self.circling and c.kind in _CIRCLED
-                self.items.append(Transfer(held.tensor, c, Purpose.RING if circles else purpose, reader))
+                self.items.append(Transfer(held.tensor, c, purpose, reader))
 
 
 def is_placed_uniformly(op: Op) -> bool:
@@ -206,17 +202,6 @@ def _moved(op: Op) -> Tensor | None:
     if isinstance(op, Route):
         return op.inputs[0]
     return op.inputs[1] if isinstance(op, Lookup) and op.scatter else None
-
-
-#: What a ring of attention replaces: keys and values gathered before, their gradients scattered after.
-_CIRCLED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-
-
-def _circling(op: Attention | AttentionGradient) -> set[str]:
-    """Names of the tensors that ring attention sends round: keys and values read, their gradients written."""
-    if isinstance(op, Attention):
-        return {t.name for t in op.inputs if any(a.partition(".")[0] == op.key_axis for a in t.axes)}
-    return {op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)}
 
 
 def _transfers(held: Held, target: Sharding, purpose: Purpose, reader: str) -> list[Transfer]:
@@ -245,12 +230,13 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     Raises:
         ShardingError: for rules that give one tensor the same mesh axis twice.
     """
-    placed, gradients = _place_passes(block, replace(strategy, optimizer=()), policy)
+    placed, gradients = _place_passes(block, replace(strategy, optimizer=(), ring=False), policy)
     own = {h.tensor.name: h for h in placed.weights}
     optimizer = tuple(
         Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in own.values() if not h.tensor.frozen
     )
-    return replace(placed, optimizer=optimizer, step=_step_transfers(own, gradients, optimizer))
+    whole = replace(placed, optimizer=optimizer, step=_step_transfers(own, gradients, optimizer))
+    return with_ring(whole, strategy) if strategy.ring else whole
 
 
 @lru_cache(maxsize=256)  # ways to store the optimizer's state share them, as do formats
@@ -333,7 +319,8 @@ def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
     outside = _outside(block, strategy)
     placer = _Placer(strategy, dict(outside), slices_copies=True)
     placer.run_forward(block)
-    return _placed(block, outside, placer.items)
+    placed = _placed(block, outside, placer.items)
+    return with_ring(placed, strategy) if strategy.ring else placed
 
 
 def _placed(block: Block, outside: dict[str, Held], *passes: list[LocalOp | Transfer]) -> PlacedBlock:
