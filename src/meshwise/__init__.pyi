@@ -324,6 +324,7 @@ def run_plan(
     final_learning_rate: float | None = None,
     token_file: str | os.PathLike[str] | None = None,
     token_format: Literal["uint16", "uint32"] | None = None,
+    documents: str | None = None,
     evaluate: str | os.PathLike[str] | None = None,
     evaluate_every: int | None = None,
     evaluate_batches: int | None = None,

@@ -123,6 +123,59 @@ def test_tokens_that_are_not_found_are_asked_for_by_name(tmp_path):
     assert map_tokens("--token-file", path, None, **NEEDED).ids.tolist() == [1, 2] + [3] * 7
 
 
+def test_documents_end_with_a_token(file):
+    """Of tokens that count up to 31 again and again, each of which ends with 31."""
+    tokens = map_tokens("--token-file", file, None, **NEEDED, documents="31")
+    found, begins = tokens.sequences(3, 5, 70), tokens.documents(3, 5, 70)
+    assert begins.dtype == np.int32
+    expected = [[max([p for p in range(t + 1) if row[p] == 0], default=0) for t in range(70)] for row in found]
+    np.testing.assert_array_equal(begins, expected)
+    assert map_tokens("--token-file", file, None, **NEEDED).documents(3, 5, 70) is None
+    assert tokens.identity == {**map_tokens("--token-file", file, None, **NEEDED).identity, "documents": "31"}
+
+
+def test_documents_are_rows_of_a_table(table):
+    """Of 16 tokens each, which begin with 0 or 16."""
+    tokens = map_tokens("--token-file", table, None, **NEEDED, documents="rows")
+    found, begins = tokens.sequences(3, 5, 40), tokens.documents(3, 5, 40)
+    expected = [[max([p for p in range(t + 1) if row[p] % 16 == 0], default=0) for t in range(40)] for row in found]
+    np.testing.assert_array_equal(begins, expected)
+
+
+def test_rows_of_any_length_are_documents(tmp_path):
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pa.table({"only": [[1, 2], None, [], [3] * 7, [4]]}), path)
+    tokens = map_tokens("--token-file", path, None, **{**NEEDED, "shortest": 10}, documents="rows")
+    assert tokens.documents(1, 1, 10).tolist() == [[0, 0, *[2] * 7, 9]]
+    parquet.write_table(pa.table({"only": [[1, None], [3] * 9]}), path)
+    with pytest.raises(MeshwiseError, match="expected whole numbers in the lists of only, found some that are null"):
+        map_tokens("--token-file", path, None, **NEEDED)
+
+
+def test_documents_that_are_not_there_are_refused(file):
+    for asked, words in (
+        ("rows", "--documents rows: --token-file .* has no rows of several tokens"),
+        ("<end>", "--documents <end>: no number; expected the token"),
+        ("77", "none of the 4,096 tokens of --token-file .* is token 77"),
+    ):
+        with pytest.raises(MeshwiseError, match=words):
+            map_tokens("--token-file", file, None, **NEEDED, documents=asked)
+
+
+@pytest.mark.jax
+def test_a_run_keeps_documents_apart_and_goes_on_with_the_same(file, tmp_path):
+    plan = plan_of(layout="fsdp=2,context=2", chips=4, tokens=64)
+    given = {"token_file": str(file), "checkpoint": str(tmp_path / "steps")}
+    ran = meshwise.run_plan(plan, steps=2, documents="31", **given)
+    assert ran.data == f"random windows of {file}, documents kept apart (the plan counts whole sequences)"
+    assert ran.losses[0] != meshwise.run_plan(plan, steps=1, token_file=str(file)).losses[0]
+    assert meshwise.run_plan(plan, steps=3, documents="31", **given).first == 3
+    with pytest.raises(MeshwiseError, match="documents"):
+        meshwise.run_plan(plan, steps=4, **given)
+    with pytest.raises(MeshwiseError, match="--documents needs --text or --token-file"):
+        meshwise.run_plan(plan, steps=1, documents="31")
+
+
 #: Stands for the library, which is none of ours.
 WANDB = """
 import json

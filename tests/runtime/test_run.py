@@ -342,6 +342,14 @@ def test_a_text_is_cut_by_its_tokenizer(words):
     assert source.ids.tolist() == [n % 30 for n in range(200)]
     drawn = source.sequences(1, 5, 9)
     assert ((drawn[:, 1:] - drawn[:, :-1]) % 30 == 1).all()
+    apart = read_text(text, rules, vocabulary=32, shortest=9, seed=0, documents="w29").documents(1, 5, 40)
+    assert (
+        apart.tolist()
+        == read_text(text, rules, vocabulary=32, shortest=9, seed=0, documents="29").documents(1, 5, 40).tolist()
+    )
+    assert apart.any()
+    with pytest.raises(MeshwiseError, match="--documents w31: no token of the --tokenizer"):
+        read_text(text, rules, vocabulary=32, shortest=9, seed=0, documents="w31")
     ran = train(plan_of(), steps=1, text=str(text), tokenizer=str(rules))
     assert ran.data == f"random windows of {text}"
 

@@ -52,7 +52,8 @@ def train_as_planned(
     """
     devices = plan_devices(plan, request.cpu_devices, say, request.processes)
     chip, job, rate = chip_of(plan, devices), plan.problem.job, _hyperparameters(request)
-    step = train_step(plan.problem.model, plan.layout, job, place_devices(devices, plan.layout), rate)
+    placed, apart = place_devices(devices, plan.layout), request.documents is not None
+    step = train_step(plan.problem.model, plan.layout, job, placed, rate, documents=apart)
     if request.unroll_layers is not None:
         step = replace(step, stack=replace(step.stack, unroll=request.unroll_layers))
     trained = _train(plan, request, step, progress=progress, saved=saved)
@@ -67,7 +68,7 @@ def train_as_planned(
         peak_bytes_in_use=trained.in_use,
         learning_rate=str(_learning_rate(request)),
         evaluations=trained.evaluations,
-        data="synthetic" if not _file(request) else f"random windows of {_file(request)}",
+        data=_data(request),
     )
 
 
@@ -166,6 +167,13 @@ def _file(request: RunRequest) -> str | None:
     return request.text if request.token_file is None else request.token_file
 
 
+def _data(request: RunRequest) -> str:
+    if not _file(request):
+        return "synthetic"
+    apart = "" if request.documents is None else ", documents kept apart (the plan counts whole sequences)"
+    return f"random windows of {_file(request)}{apart}"
+
+
 def _start(published: LoadableWeights, step: TrainStep) -> tuple[int, State]:
     """No steps, and the state before the first."""
     return 0, starting_state(step, published)
@@ -185,11 +193,16 @@ def _source(plan: Plan, request: RunRequest) -> TokenSource:
 
 def _read(plan: Plan, request: RunRequest, flag: str, file: Path) -> TokenSource:
     """A text, or a file of token numbers where it is one of these that is trained on."""
-    needed = {"vocabulary": plan.problem.model.vocab_size, "shortest": int(plan.problem.job.seq_len) + 1}
+    needed: dict[str, Any] = {
+        "vocabulary": plan.problem.model.vocab_size,
+        "shortest": int(plan.problem.job.seq_len) + 1,
+        "seed": request.seed,
+        "documents": request.documents,
+    }
     if request.token_file is not None:
-        return map_tokens(flag, file, request.token_format, seed=request.seed, **needed)
+        return map_tokens(flag, file, request.token_format, **needed)
     assert request.tokenizer is not None, "a text comes with its tokenizer"
-    return read_text(file, Path(request.tokenizer), seed=request.seed, **needed)
+    return read_text(file, Path(request.tokenizer), **needed)
 
 
 def _hyperparameters(request: RunRequest) -> Hyperparameters:

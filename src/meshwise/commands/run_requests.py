@@ -104,6 +104,9 @@ class RunRequest(ExecutionRequest, SeveralProcesses):
     token_format: Literal["uint16", "uint32"] | None = None
     """Format of --token-file and --evaluate without a header; by default uint16 for vocabularies up to 65,536, else
     uint32."""
+    documents: Annotated[str | None, Flag("END")] = None
+    """Keep documents that share a sequence apart: a token attends to its own alone. END is the token with which each
+    ends: its number or, of a --text, as its tokenizer writes it; or 'rows', of the lists of a --token-file."""
     evaluate: File | None = None
     """Held-out text, or file of token numbers, as the one that is trained on: its loss is taken now and then."""
     evaluate_every: int | None = Field(default=None, ge=1, le=10**8)
@@ -166,6 +169,8 @@ class RunRequest(ExecutionRequest, SeveralProcesses):
             raise MeshwiseError("--evaluate needs --text or --token-file, whose kind of file it is")
         if self.token_format is not None and self.token_file is None:
             raise MeshwiseError("--token-format needs --token-file")
+        if self.documents is not None and self.text is None and self.token_file is None:
+            raise MeshwiseError("--documents needs --text or --token-file, whose documents are kept apart")
         for name in ("evaluate_every", "evaluate_batches"):
             if getattr(self, name) is not None and self.evaluate is None:
                 raise MeshwiseError(f"{flag(name)} needs --evaluate, a held-out file")

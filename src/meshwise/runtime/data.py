@@ -75,6 +75,16 @@ class TokenSource(Protocol):
         """
         ...
 
+    def documents(self, step: int, count: int, length: int) -> np.ndarray | None:
+        """Where the documents of these tokens begin, None where a sequence is one whatever it holds.
+
+        Args:
+            step, count, length: as of `sequences`.
+
+        Returns: the position with which the document of each token begins: int32 [count, length].
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTokens:
@@ -108,55 +118,70 @@ class SyntheticTokens:
         values = (np.take_along_axis(starts, last, axis=1) + positions - last) % self.vocabulary
         return values.astype(np.int32)
 
+    def documents(self, step: int, count: int, length: int) -> None:  # noqa: ARG002
+        """There are none."""
+        return
+
 
 @dataclass(frozen=True, slots=True)
-class TextTokens:
-    """Random windows of one long text.
+class DocumentEnds:
+    """How documents of one long row of tokens are told apart.
 
     Args:
-        ids: the text as tokens.
-        seed: of the windows.
-        digest: of text and tokenizer.
+        name: as it was asked for: the number of a token, or "rows".
+        token: with which each ends; None where `begins` says.
+        begins: places in the row at which one begins, in order.
     """
 
-    ids: np.ndarray = field(repr=False)
-    seed: int
-    digest: str
+    name: str
+    token: int | None = None
+    begins: np.ndarray | None = field(default=None, repr=False)
 
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """Kind, seed, and the digest of text and tokenizer."""
-        return {"source": "text", "seed": self.seed, "digest": self.digest}
+    def within(self, windows: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Where the documents of windows begin.
 
-    def sequences(self, step: int, count: int, length: int) -> np.ndarray:
-        """The sequences of a step: int32 [count, length]."""
-        random = np.random.default_rng([self.seed, step])
-        starts = random.integers(0, len(self.ids) - length + 1, count)
-        return self.ids[starts[:, None] + np.arange(length)]
+        Args:
+            windows: tokens [count, length].
+            starts: of each, its place in the row.
+
+        Returns: positions in the window, of the document of each token: int32 [count, length].
+        """
+        positions = np.arange(windows.shape[1])
+        if self.begins is not None:
+            places = starts[:, None] + positions
+            own = self.begins[np.searchsorted(self.begins, places, side="right") - 1]
+            return np.maximum(own - starts[:, None], 0).astype(np.int32)
+        ends = np.pad(windows[:, :-1] == self.token, ((0, 0), (1, 0)))
+        return np.maximum.accumulate(np.where(ends, positions, 0), axis=1).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class FileTokens:
-    """Random windows of the token numbers of a file, one after the other.
+class RowTokens:
+    """Random windows of one long row of tokens, of a text or of a file of numbers.
 
     Args:
-        ids: of the file, which is mapped into memory where its format allows that, and then never read whole.
+        ids: the row; of a file that is mapped into memory, where its format allows that, it is never read whole.
         vocabulary: tokens that the model knows.
         seed: of the windows.
-        digest: of the file's size, beginning and end.
+        digest: of the text and its tokenizer, or of the file's size, beginning and end.
+        source: kind of the file.
         name: as it was given.
+        ends: of documents that are kept apart, None for none.
     """
 
     ids: np.ndarray = field(repr=False)
     vocabulary: int
     seed: int
     digest: str
+    source: str
     name: str = ""
+    ends: DocumentEnds | None = None
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Kind, format, seed and digest."""
-        return {"source": f"{self.ids.dtype} tokens", "seed": self.seed, "digest": self.digest}
+        """Kind, format, seed, digest, and how documents are told apart."""
+        apart = {} if self.ends is None else {"documents": self.ends.name}
+        return {"source": self.source, "seed": self.seed, "digest": self.digest, **apart}
 
     def sequences(self, step: int, count: int, length: int) -> np.ndarray:
         """The sequences of a step: int32 [count, length].
@@ -164,15 +189,69 @@ class FileTokens:
         Raises:
             MeshwiseError: a token that the model does not know.
         """
-        random = np.random.default_rng([self.seed, step])
-        starts = random.integers(0, len(self.ids) - length + 1, count)
-        found = self.ids[starts[:, None] + np.arange(length)].astype(np.int64)
+        found = self._windows(self._starts(step, count, length), length)
         if int(found.max()) >= self.vocabulary:
             raise MeshwiseError(
                 f"{self.name}: token {int(found.max()):,} is not among the {self.vocabulary:,} of the model; give the "
                 "format that the file is in (--token-format), or the model of its tokenizer"
             )
         return found.astype(np.int32)
+
+    def documents(self, step: int, count: int, length: int) -> np.ndarray | None:
+        """Where documents begin, as `TokenSource.documents`."""
+        if self.ends is None:
+            return None
+        starts = self._starts(step, count, length)
+        return self.ends.within(self._windows(starts, length), starts)
+
+    def _starts(self, step: int, count: int, length: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, step]).integers(0, len(self.ids) - length + 1, count)
+
+    def _windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return self.ids[starts[:, None] + np.arange(length)].astype(np.int64)
+
+
+#: Tokens in which one must end a document, if any is to.
+_LOOKED_AT = 1 << 24
+
+#: What is asked for where each row of a table is a document.
+_EACH_ROW = "rows"
+
+
+def _document_ends(
+    asked: str | None, name: str, ids: np.ndarray, begins: np.ndarray | None, tokenizer: Any = None
+) -> DocumentEnds | None:
+    """Read what --documents says.
+
+    Args:
+        asked: a token's number, its text, or "rows"; None for nothing.
+        name: of the file, with its flag.
+        ids: its tokens.
+        begins: places at which its rows begin, if it has rows.
+        tokenizer: that made them of a text.
+
+    Raises:
+        MeshwiseError: it is none of these; no token ends a document.
+    """
+    if asked is None:
+        return None
+    if asked == _EACH_ROW:
+        if begins is None:
+            raise MeshwiseError(
+                f"--documents rows: {name} has no rows of several tokens; give the token with which a document ends"
+            )
+        return DocumentEnds(asked, begins=begins)
+    token = int(asked) if asked.isdecimal() else None if tokenizer is None else tokenizer.token_to_id(asked)
+    if token is None:
+        among = "no token of the --tokenizer" if tokenizer is not None else "no number"
+        raise MeshwiseError(
+            f"--documents {asked}: {among}; expected the token with which a document ends, by its number or, of a "
+            "--text, as the tokenizer writes it, or rows, of a table's lists"
+        )
+    if not (ids[:_LOOKED_AT] == token).any():
+        many = f"the first {_LOOKED_AT:,} tokens" if len(ids) > _LOOKED_AT else f"the {len(ids):,} tokens"
+        raise MeshwiseError(f"--documents {asked}: none of {many} of {name} is token {token:,}, which ends a document")
+    return DocumentEnds(str(token), token)
 
 
 #: Bytes at either end of a file of tokens that its digest is of.
@@ -186,7 +265,16 @@ _TABLES = (".parquet", ".arrow", ".safetensors")
 _TOKENS = ("input_ids", "tokens")
 
 
-def map_tokens(flag: str, file: Path, kind: str | None, *, vocabulary: int, shortest: int, seed: int) -> FileTokens:
+def map_tokens(
+    flag: str,
+    file: Path,
+    kind: str | None,
+    *,
+    vocabulary: int,
+    shortest: int,
+    seed: int,
+    documents: str | None = None,
+) -> RowTokens:
     """Map a file of token numbers: without a header, as nanoGPT and Megatron's `.bin` hold them, or of a known format.
 
     Args:
@@ -197,6 +285,7 @@ def map_tokens(flag: str, file: Path, kind: str | None, *, vocabulary: int, shor
         vocabulary: tokens that the model knows.
         shortest: tokens that are needed at least.
         seed: of the windows that are read.
+        documents: the number of the token with which each ends, or "rows"; None where they are not kept apart.
 
     Raises:
         MissingDependencyError: a library is missing that reads the format.
@@ -214,7 +303,7 @@ def map_tokens(flag: str, file: Path, kind: str | None, *, vocabulary: int, shor
             ends += opened.read()
         if not known and size % dtype.itemsize:
             raise MeshwiseError(f"{name}: {size:,} bytes are no whole number of {dtype.name} tokens")
-        ids = _read_table(name, file) if known else np.memmap(file, dtype, mode="r") if size else np.empty(0, dtype)
+        ids, begins = _read_table(name, file) if known else (_mapped(file, dtype, size), None)
     except OSError as error:
         raise MeshwiseError(f"{name}: {error.strerror or error}") from None
     if len(ids) < shortest:
@@ -222,11 +311,20 @@ def map_tokens(flag: str, file: Path, kind: str | None, *, vocabulary: int, shor
             f"{name}: expected at least {shortest:,} tokens (a sequence and one more), found {len(ids):,}"
         )
     digest = hashlib.sha256(str(size).encode() + ends).hexdigest()
-    return FileTokens(ids, vocabulary, seed, digest, name)
+    apart = _document_ends(documents, name, ids, begins)
+    return RowTokens(ids, vocabulary, seed, digest, f"{ids.dtype} tokens", name, apart)
 
 
-def _read_table(name: str, file: Path) -> np.ndarray:
-    """The token numbers of a file in one of `_TABLES`, row after row.
+def _mapped(file: Path, dtype: np.dtype, size: int) -> np.ndarray:
+    return np.memmap(file, dtype, mode="r") if size else np.empty(0, dtype)
+
+
+#: Token numbers row after row, and the places at which rows begin, if they are of several.
+_Rows = tuple[np.ndarray, np.ndarray | None]
+
+
+def _read_table(name: str, file: Path) -> _Rows:
+    """The token numbers of a file in one of `_TABLES`.
 
     Raises:
         MissingDependencyError: a library is missing.
@@ -242,10 +340,10 @@ def _read_table(name: str, file: Path) -> np.ndarray:
         among = f"; found {', '.join(chosen)}" if chosen else ""
         what = "tensor" if kind == "safetensors" else "column"
         raise MeshwiseError(f"{name}: expected one {what} of whole numbers, or one named {' or '.join(_TOKENS)}{among}")
-    return found[chosen[0]]().reshape(-1)
+    return found[chosen[0]]()
 
 
-def _tensors(name: str, file: Path) -> dict[str, Callable[[], np.ndarray]]:
+def _tensors(name: str, file: Path) -> dict[str, Callable[[], _Rows]]:
     """What reads each tensor of whole numbers."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415  (an optional extra)
 
@@ -254,10 +352,15 @@ def _tensors(name: str, file: Path) -> dict[str, Callable[[], np.ndarray]]:
         names = [key for key in opened.keys() if opened.get_slice(key).get_dtype()[0] in "IU"]  # noqa: SIM118
     except SafetensorError as error:
         raise MeshwiseError(f"{name}: expected safetensors: {error}") from None
-    return {key: partial(opened.get_tensor, key) for key in names}
+
+    def read(key: str) -> _Rows:
+        found = opened.get_tensor(key)
+        return found.reshape(-1), np.arange(found.shape[0]) * found[0].size if found.ndim > 1 else None
+
+    return {key: partial(read, key) for key in names}
 
 
-def _columns(name: str, file: Path) -> dict[str, Callable[[], np.ndarray]]:
+def _columns(name: str, file: Path) -> dict[str, Callable[[], _Rows]]:
     """What reads each column of whole numbers, or of lists of these."""
     import pyarrow as pa  # noqa: PLC0415  (an optional extra)
     import pyarrow.parquet  # noqa: PLC0415
@@ -268,10 +371,19 @@ def _columns(name: str, file: Path) -> dict[str, Callable[[], np.ndarray]]:
         inner = type_.value_type if pa.types.is_list(type_) or pa.types.is_large_list(type_) else type_
         return bool(pa.types.is_integer(inner))
 
-    def read(key: str) -> np.ndarray:
-        column = parquet.read_table(file, columns=[key])[key] if table is None else table[key]
-        parts = [part.flatten() if pa.types.is_nested(part.type) else part for part in column.chunks]
+    def joined(parts: list[Any]) -> np.ndarray:
         return np.concatenate([part.drop_null().to_numpy() for part in parts] or [np.empty(0, np.int64)])
+
+    def read(key: str) -> _Rows:
+        column = parquet.read_table(file, columns=[key])[key] if table is None else table[key]
+        if not pa.types.is_nested(column.type):
+            return joined(column.chunks), None
+        lists = [part.drop_null() for part in column.chunks]
+        parts = [part.flatten() for part in lists]
+        if any(part.null_count for part in parts):
+            raise MeshwiseError(f"{name}: expected whole numbers in the lists of {key}, found some that are null")
+        lengths = joined([part.value_lengths() for part in lists])
+        return joined(parts), np.cumsum(lengths) - lengths
 
     try:
         table = None if file.suffix == ".parquet" else _arrow(pa, file)
@@ -291,7 +403,9 @@ def _arrow(pa: Any, file: Path) -> Any:
             return pa.ipc.open_stream(source).read_all()
 
 
-def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, seed: int) -> TextTokens:
+def read_text(
+    text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, seed: int, documents: str | None = None
+) -> RowTokens:
     """Read a text file and cut it into tokens, all of it into memory.
 
     Args:
@@ -300,6 +414,8 @@ def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, se
         vocabulary: tokens that the model knows.
         shortest: tokens that are needed at least.
         seed: of the windows that are read.
+        documents: the token with which each ends, by number or as the tokenizer writes it; None where they are not kept
+            apart.
 
     Raises:
         MissingDependencyError: the `tokenizers` library is missing.
@@ -321,4 +437,8 @@ def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, se
             f"--tokenizer {tokenizer}: token {int(ids.max()):,} is not among the {vocabulary:,} of the model; "
             "give the tokenizer of this model"
         )
-    return TextTokens(ids, seed, hashlib.sha256(hashlib.sha256(raw).digest() + rules).hexdigest())
+    digest = hashlib.sha256(hashlib.sha256(raw).digest() + rules).hexdigest()
+    name = f"--text {text}"
+    return RowTokens(
+        ids, vocabulary, seed, digest, "text", name, _document_ends(documents, name, ids, None, tokenizer=reader)
+    )

@@ -121,14 +121,19 @@ def put_batch(step: TrainStep, source: TokenSource, number: int) -> dict[str, ja
         source: of the tokens.
         number: of the step, from 1.
 
-    Returns: "tokens" and "labels" as `TrainStep.abstract_batch` says.
+    Returns: "tokens", "labels" and perhaps "documents", as `TrainStep.abstract_batch` says.
     """
     shape = step.abstract_batch["tokens"].shape
-    drawn = source.sequences(number, shape[0] * shape[1], shape[2] + 1)
-    parts = {"tokens": drawn[:, :-1].reshape(shape), "labels": drawn[:, 1:].reshape(shape)}
+    asked = number, shape[0] * shape[1], shape[2] + 1
+    drawn = source.sequences(*asked)
+    parts = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:]}
+    documents = source.documents(*asked) if step.documents else None
+    if documents is not None:
+        parts["documents"] = documents[:, :-1]
+    whole = {name: part.reshape(shape) for name, part in parts.items()}
     return {
-        name: jax.make_array_from_callback(shape, step.abstract_batch[name].sharding, part.__getitem__)
-        for name, part in parts.items()
+        name: jax.make_array_from_callback(shape, abstract.sharding, whole[name].__getitem__)
+        for name, abstract in step.abstract_batch.items()
     }
 
 
