@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwise.core.tensors import Attention, Block, Program, Sizes
 from meshwise.sharding import Sharding
-from meshwise.sharding.place import place_forward
-from meshwise.sharding.placed import Held, LocalOp
+from meshwise.sharding.place import placed_in_training
+from meshwise.sharding.placed import Held
 from meshwise.sharding.strategy import Strategy
 
 #: The mesh axes that split an axis, major to minor.
@@ -79,16 +79,20 @@ def _state(block: Block, strategy: Strategy, part: str, sizes: Sizes) -> Iterato
 
 def _activations(block: Block, strategy: Strategy, sizes: Sizes) -> Iterator[HeldIn]:
     """What enters, what operations leave (sums completed), and what attention reads."""
-    entering = {t.name: t for op in block.ops for t in op.inputs if t.name in block.inputs}
-    held = [(t.name, Held(t, strategy.home(t.axes))) for t in entering.values()]
-    for item in place_forward(block, strategy).forward:
-        if isinstance(item, LocalOp):
-            if isinstance(item.op, Attention):
-                held += [(f"{item.op.name}.{h.tensor.name}", h) for h in item.inputs]
-            held.append((item.output.tensor.name, _complete(item.output, strategy)))
-    for name, h in held:
+    for name, h in _held_at_work(block, strategy):
         shape = tuple(None if a.startswith("C") else _whole(sizes[a]) for a in h.tensor.axes)
         yield HeldIn(f"{block.name}/{name}", h.tensor.axes, shape, h.sharding)
+
+
+def _held_at_work(block: Block, strategy: Strategy) -> Iterator[tuple[str, Held]]:
+    """The same by name, before sizes are known."""
+    entering = {t.name: t for op in block.ops for t in op.inputs if t.name in block.inputs}
+    yield from ((t.name, Held(t, strategy.home(t.axes))) for t in entering.values())
+    for item in placed_in_training(block, strategy):
+        if item.moves is False:
+            if isinstance(item.op, Attention):
+                yield from ((f"{item.op.name}.{h.tensor.name}", h) for h in item.inputs)
+            yield item.output.tensor.name, _complete(item.output, strategy)
 
 
 def _complete(held: Held, strategy: Strategy) -> Held:
@@ -114,8 +118,14 @@ def divisors(program: Program, seq_len: int, strategy: Strategy, part: str = "")
         part: of the training state ("weights", "gradients", "optimizer"); "" for activations.
     """
     sizes, found = program.bind(batch=1, queries=seq_len), dict[Split, int]()
-    for block in program:
-        held = _state(block, strategy, part, sizes) if part else _activations(block, strategy, sizes)
-        for _, size, split in (one for h in held for one in split_axes(h)):
+    if part:
+        stored = dict.fromkeys(t.axes for block in program for t in block.weights)
+        held = dict.fromkeys((axes, strategy.stored(axes, part).splits) for axes in stored)
+    else:
+        at_work = (h for block in program for _, h in _held_at_work(block, strategy))
+        held = dict.fromkeys((h.tensor.axes, h.sharding.splits) for h in at_work)
+    for axis, split in dict.fromkeys(one for axes, splits in held for one in zip(axes, splits, strict=True)):
+        routed = not part and axis.startswith("C")
+        if split and axis != "B" and not routed and (size := _whole(sizes[axis])) is not None:
             found[split] = math.gcd(found.get(split, 0), size)
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from meshwise.core.dtypes import DType
@@ -220,13 +219,15 @@ def _common(choices: Choices) -> Mapping[Split, int]:
     """
     strategy, known = choices.strategy, choices.known
     if strategy not in known:
-        compute = replace(strategy, weights=(), gradients=(), optimizer=())
-        tables = dict.fromkeys((strategy.weights, strategy.gradients, strategy.optimizer))
-        found: dict[Split, int] = {}
-        for own, part in ((compute, ""), *((Strategy(strategy.compute, table), "weights") for table in tables)):
-            if (own, part) not in known:
-                known[own, part] = divisors(choices.model.train_program(), choices.seq_len, own, part)
-            for split, size in known[own, part].items():
+        program, length = choices.model.train_program(), choices.seq_len
+        at_work = strategy.compute, strategy.fallback, strategy.attention
+        if at_work not in known:
+            known[at_work] = divisors(program, length, strategy)
+        found: dict[Split, int] = dict(known[at_work])
+        for table in dict.fromkeys((strategy.weights, strategy.gradients, strategy.optimizer)):
+            if (own := (strategy.compute, table)) not in known:
+                known[own] = divisors(program, length, Strategy(*own), "weights")
+            for split, size in known[own].items():
                 found[split] = math.gcd(found.get(split, 0), size)
         known[strategy] = found
     common: Mapping[Split, int] = known[strategy]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
@@ -61,44 +60,39 @@ def _splits_of(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tu
     return tuple((split, size, name) for (split, size), name in found.items())
 
 
-@functools.lru_cache(maxsize=256)
-def _common(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Mesh axes that split something, and what divides all sizes that they split: ways that divide these divide it."""
-    compute = replace(strategy, weights=(), gradients=(), optimizer=(), ring=False)
-    stored = (Strategy(strategy.compute, getattr(strategy, part)) for part in ("weights", "gradients", "optimizer"))
-    found = dict(_common_at_work(model, seq_len, compute))
-    for tables in dict.fromkeys(stored):  # strategies have few tables between them
-        for split, size in _common_in_store(model, seq_len, tables):
-            found[split] = math.gcd(found.get(split, 0), size)
-    return tuple(found.items())
+def _common(choices: Choices) -> dict[tuple[str, ...], int]:
+    """Mesh axes that split something, and what divides all sizes that they split: ways that divide these divide it.
+
+    Strategies have few tables between them: each is read once a job.
+    """
+    strategy, known = choices.strategy, choices.known
+    if (key := (_common, strategy)) not in known:
+        at_work = strategy.compute, strategy.fallback, strategy.attention
+        if at_work not in known:
+            known[at_work] = _divisors(choices, splits_at_work(choices.model.train_program(), strategy))
+        found = dict(known[at_work])
+        for table in dict.fromkeys((strategy.weights, strategy.gradients, strategy.optimizer)):
+            if (own := (strategy.compute, table)) not in known:
+                stored = splits_in_store(choices.model.train_program(), Strategy(*own), "weights")
+                known[own] = _divisors(choices, stored)
+            for split, size in known[own].items():
+                found[split] = math.gcd(found.get(split, 0), size)
+        known[key] = found
+    common: dict[tuple[str, ...], int] = known[key]
+    return common
 
 
-@functools.lru_cache(maxsize=256)
-def _common_at_work(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int], ...]:
-    return _divisors(model, seq_len, splits_at_work(model.train_program(), strategy))
-
-
-@functools.lru_cache(maxsize=256)
-def _common_in_store(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int], ...]:
-    return _divisors(model, seq_len, splits_in_store(model.train_program(), strategy, "weights"))
-
-
-def _divisors(
-    model: Model, seq_len: int, splits: Iterable[tuple[Tensor, str, tuple[str, ...]]]
-) -> tuple[tuple[tuple[str, ...], int], ...]:
+def _divisors(choices: Choices, splits: Iterable[tuple[Tensor, str, tuple[str, ...]]]) -> dict[tuple[str, ...], int]:
     """Mesh axes that split something but sequences, and what divides all sizes that they split."""
-    sizes, found = model.train_program().bind(batch=1, queries=seq_len), dict[tuple[str, ...], int]()
-    for _, axis, split in splits:
+    sizes, found = choices.model.train_program().bind(batch=1, queries=choices.seq_len), dict[tuple[str, ...], int]()
+    for axis, split in dict.fromkeys((axis, split) for _, axis, split in splits):
         if axis != "B":
             found[split] = math.gcd(found.get(split, 0), int(sizes[axis]))
-    return tuple(found.items())
+    return found
 
 
 def _is_uneven(choices: Choices) -> Any:
-    if (key := (_common, choices.strategy)) not in choices.known:
-        choices.known[key] = _common(choices.model, choices.seq_len, choices.strategy)
-    common: Iterable[tuple[tuple[str, ...], int]] = choices.known[key]
-    return sum(size % _ways(choices, split) > 0 for split, size in common) > 0
+    return sum(size % _ways(choices, split) > 0 for split, size in _common(choices).items()) > 0
 
 
 def _ways(choices: Choices, split: tuple[str, ...]) -> int:

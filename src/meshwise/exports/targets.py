@@ -149,7 +149,13 @@ def runs_in(plan: Plan) -> tuple[str, ...]:
 @lru_cache(maxsize=64)
 def _run(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
     """The same; a report asks more than once."""
-    return tuple(tool.name for tool in tools_for(problem) if tool.runs(layout))
+    return tuple(tool.name for tool in _every_tool(problem) if tool.runs(layout))
+
+
+@lru_cache(maxsize=16)
+def _every_tool(problem: TrainingProblem) -> tuple[Tool, ...]:
+    """All tools that take the job; what their conditions worked out of it holds for all its layouts."""
+    return tools_for(problem)
 
 
 #: Tools that plans are made for unless others are asked for.

@@ -306,6 +306,12 @@ def _place_forward_pass(block: Block, strategy: Strategy) -> tuple[dict[str, Hel
     return outside, forward
 
 
+def placed_in_training(block: Block, strategy: Strategy) -> list[LocalOp | Transfer]:
+    """The forward pass of one copy of a block in training; it is known where the block was placed so."""
+    tables = replace(strategy, gradients=(), optimizer=(), ring=False)
+    return _place_forward_pass(replace(block, repeat=1), tables)[1].items
+
+
 def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
     """Place one forward pass of `block` alone, as a step of serving is: nothing is kept for later but caches.
 

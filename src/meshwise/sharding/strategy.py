@@ -135,11 +135,15 @@ def _applied(rules: tuple[Rule, ...], axes: tuple[str, ...]) -> tuple[tuple[str,
     bases = {a.partition(".")[0]: a for a in reversed(axes)}
     splits: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
-    for rule in rules:
-        axis = next((bases[a] for a in rule.axes if a in bases), None)
-        if axis is not None and rule.mesh_axis not in used:
-            splits[axis] = (*splits.get(axis, ()), rule.mesh_axis)
-            used.add(rule.mesh_axis)
+    for own, mesh_axis in rules:
+        if mesh_axis in used:
+            continue
+        for a in own:
+            if a in bases:
+                axis = bases[a]
+                splits[axis] = (*splits[axis], mesh_axis) if axis in splits else (mesh_axis,)
+                used.add(mesh_axis)
+                break
     return tuple(splits.items())
 
 
