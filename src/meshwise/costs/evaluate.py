@@ -82,7 +82,7 @@ def evaluate_local(
     known: Sequence[LocalBlock] | None = None,
     memories: Sequence[LocalMemory] | None = None,
     *,
-    staged: Num = 0.0,
+    looped: Num = 0.0,
 ) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
@@ -94,7 +94,7 @@ def evaluate_local(
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
             operations and activations are the same.
         memories: from `evaluate_local_memory`, where they are known.
-        staged: of the sizes.
+        looped: of the sizes.
     """
     blocks, extents = problem.lowered.training(structure), prices.extents
     if memories is None:
@@ -102,7 +102,7 @@ def evaluate_local(
     if known is None:
         each = zip(blocks, evaluate_passes(problem, structure, prices), memories, strict=True)
         bounded = prices.bounded
-        copied = partial(problem.with_copies, structure, staged=staged, bounded=bounded)
+        copied = partial(problem.with_copies, structure, looped=looped, bounded=bounded)
         passes = [copied(b, p, memory.kept) for b, p, memory in each]
     else:
         passes = [dict(b.passes) for b in known]
@@ -374,7 +374,7 @@ def evaluated(
     lowered = problem.lowered.training(structure)
     if local is None:
         prices, plain = local_prices(problem, structure, c.local, bounded=bounded), structure.stored_plainly
-        of = partial(evaluate_local, problem, prices=prices, staged=c.local.staged)
+        of = partial(evaluate_local, problem, prices=prices, looped=c.local.looped)
         known = of(plain) if plain != structure and problem.lowered.knows(plain) else None
         local = of(structure, known=known)
     extents = whole_extents(problem, structure, c)

@@ -66,7 +66,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
     local, rates = prices.extents, prices.rates
     held = held_extents(local)
     whole = whole_extents(problem, structure, candidate)
-    used, staged = frozenset(layout.used_axes), candidate.local.staged
+    used, looped = frozenset(layout.used_axes), candidate.local.looped
     return Breakdown(
         problem=problem,
         layout=layout,
@@ -79,7 +79,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
                 _passes(runs.time.compute),
                 (
                     *_operations(p, prices, used, whole=repeats_whole(problem, structure)),
-                    *_copies(float(problem.kept_copies(structure, p, held.weighted(p.memory.kept), staged)), rates),
+                    *_copies(float(problem.kept_copies(structure, p, held.weighted(p.memory.kept), looped)), rates),
                 ),
             )
             for p, runs in zip(planned, ledger.blocks, strict=True)

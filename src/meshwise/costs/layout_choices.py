@@ -136,16 +136,16 @@ class Candidates:
     @property
     def local(self) -> LocalSizes:
         """What one device's own work depends on."""
-        staged = where(self.stage > 1, 1.0, 0.0)
-        return LocalSizes(self.micro_batch, self.context, self.ulysses, self.expert, self.tensor, staged)
+        looped = where((self.stage > 1) | (self.num_microbatches > 1), 1.0, 0.0)
+        return LocalSizes(self.micro_batch, self.context, self.ulysses, self.expert, self.tensor, looped)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSizes:
     """The sizes that one device's work on one microbatch depends on: floats, or arrays of one length.
 
-    `staged` is 1 where there are several stages, else 0; all may have 0 where that makes no difference
-    (`TrainingProblem.stages_decide_loops`).
+    `looped` is 1 where there are several stages or several microbatches, else 0; all may have 0 where that makes no
+    difference (`TrainingProblem.loops_differ`).
     """
 
     micro_batch: Num
@@ -153,7 +153,7 @@ class LocalSizes:
     ulysses: Num = 1.0
     expert: Num = 1.0
     tensor: Num = 1.0
-    staged: Num = 0.0
+    looped: Num = 0.0
 
     @property
     def mesh(self) -> dict[str, Num]:

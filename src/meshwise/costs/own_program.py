@@ -120,12 +120,12 @@ def keeps_products(program: Program, policy: RematPolicy) -> bool:
 
 
 def writes_layers_out(program: Program, policy: RematPolicy) -> bool:
-    """Whether a step of one stage on NVIDIA GPUs has its layers written out instead of loops over them.
+    """Whether a step of one stage and one microbatch on NVIDIA GPUs has its layers written out instead of loops.
 
     What layers of a loop keep XLA copies into stacks of all layers, which it fills with zeros before, and out of them;
     layers that are written out have arrays of their own. Only where much is kept: what several layers compute again a
-    compiler may hold all at once. Layers with experts take longest to compile, and their collectives are set up for
-    loops.
+    compiler may hold all at once. In a loop over microbatches it holds each layer's weights beside their stack. Layers
+    with experts take longest to compile, and their collectives are set up for loops.
 
     Args:
         program: of the model; policy: that its layers follow.

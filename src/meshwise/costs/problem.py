@@ -106,7 +106,7 @@ class TrainingProblem(_Problem):
         return choices.but(zero=2) if self.own_program and choices.zero == 1 else choices
 
     def writes_layers_out(self, remat: str) -> bool:
-        """Whether our own program has the layers written out, where it has one stage."""
+        """Whether our own program has the layers written out, where it has one stage and one microbatch."""
         if self.xla_leaves is None or not self.xla_leaves.writes_out:
             return False
         known = self._written_out
@@ -115,8 +115,8 @@ class TrainingProblem(_Problem):
         return known[remat]
 
     @property
-    def stages_decide_loops(self) -> bool:
-        """Whether some layers are written out where there is one stage, and never where there are several."""
+    def loops_differ(self) -> bool:
+        """Whether some layers are written out, as they are where stages and microbatches are one, and never else."""
         return self.writes_layers_out("none")
 
     @cached_property
@@ -124,7 +124,7 @@ class TrainingProblem(_Problem):
         """The same by remat policy."""
         return {}
 
-    def kept_copies(self, structure: LayoutChoices, block: LoweredTrainingBlock, kept: Num, staged: Num) -> Num:
+    def kept_copies(self, structure: LayoutChoices, block: LoweredTrainingBlock, kept: Num, looped: Num) -> Num:
         """Bytes read and written where what a layer keeps is copied into its stack, and as many where it comes out.
 
         Of rows of experts that is all that there is room for.
@@ -132,11 +132,11 @@ class TrainingProblem(_Problem):
         Args:
             structure: the choices that are not sizes.
             block: of the program; kept: bytes that one of its layers keeps.
-            staged: 1 where there are several stages, of which layers are never written out, else 0.
+            looped: 1 where there are several stages or microbatches, of which layers are never written out, else 0.
         """
         if not (self.xla_leaves and self.xla_leaves.copies and block.role == "layer"):
             return 0.0
-        return 2 * kept * (staged if self.writes_layers_out(structure.remat) else 1.0)
+        return 2 * kept * (looped if self.writes_layers_out(structure.remat) else 1.0)
 
     def with_copies(
         self,
@@ -145,11 +145,11 @@ class TrainingProblem(_Problem):
         passes: Mapping[str, PassCompute],
         kept: Num,
         *,
-        staged: Num,
+        looped: Num,
         bounded: bool,
     ) -> Mapping[str, PassCompute]:
         """Passes of a block with those copies, which bounds for all remat policies leave out."""
-        copied = self.kept_copies(structure, block, kept, staged)
+        copied = self.kept_copies(structure, block, kept, looped)
         if is_zero(copied):
             return passes
         seconds = copied * self.compute_rates.byte

@@ -287,7 +287,8 @@ def train_step(
         loss=layout.loss,
         zigzag=Zigzag.of(program, placement, int(job.seq_len)),
     )
-    unroll = placement.is_nvidia and layout.stage == 1 and writes_layers_out(program, policy)
+    alone = layout.stage == 1 and layout.num_microbatches == 1
+    unroll = placement.is_nvidia and alone and writes_layers_out(program, policy)
     stack = Stack(program, around, segments, placement, policy, unroll=unroll)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()

@@ -134,7 +134,7 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, 
     candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
     prices = local_prices(problem, choices("none"), candidates.local, bounded=False)  # that policies share
     for remat in REMAT_POLICIES:
-        local = evaluate_local(problem, choices(remat), prices, staged=candidates.local.staged)
+        local = evaluate_local(problem, choices(remat), prices, looped=candidates.local.looped)
         costs = evaluate(problem, choices(remat), candidates, wires, local, bounded=False)
         computing = sum(costs.step.terms[name] for name in COMPUTE_TERMS)
         columns = costs.memory["total"], costs.step.expected, computing, candidates.sequences

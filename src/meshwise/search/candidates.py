@@ -148,8 +148,8 @@ def candidate_table(
     cut = np.concatenate([cuts[w] for w in which]) if len(meshes) else np.zeros((0, 2))
     names = [f.name for f in fields(LocalSizes) if f.name in MESH_AXES]
     columns = {a: meshes[:, MESH_AXES.index(a)][mesh_id].astype(float) for a in names}
-    staged = (meshes[:, MESH_AXES.index("stage")] > 1) & problem.stages_decide_loops
-    columns["staged"] = staged[mesh_id].astype(float)
+    looped = (meshes[:, MESH_AXES.index("stage")][mesh_id] > 1) | (cut[:, 1] > 1)
+    columns["looped"] = (looped & problem.loops_differ).astype(float)
     first, local = distinct((cut[:, 0], *columns.values()))
     sizes = LocalSizes(cut[first, 0], **{a: column[first] for a, column in columns.items()})
     return CandidateTable(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)

@@ -52,7 +52,7 @@ U = TypeVar("U")
 
 #: Of compute, schedules and losses, what may be chosen.
 #: Which of `LocalSizes` tells several stages from one.
-_STAGED = [f.name for f in fields(LocalSizes)].index("staged")
+_LOOPED = [f.name for f in fields(LocalSizes)].index("looped")
 
 _Possible = tuple[tuple[ComputeVariant, ...], tuple[PipelineVariant, ...], tuple[str, ...]]
 
@@ -309,8 +309,8 @@ class LocalTables:
         known = None if choices == own else self(own, numbers)  # the arithmetic is the same
         of_own = self._memory.get(own)
         memories = of_own(numbers) if known is None and of_own is not None and of_own.knows(numbers) else None
-        staged = self._sizes[_STAGED, numbers]
-        return evaluate_local(self.problem, choices, self._priced(choices, numbers), known, memories, staged=staged)
+        looped = self._sizes[_LOOPED, numbers]
+        return evaluate_local(self.problem, choices, self._priced(choices, numbers), known, memories, looped=looped)
 
 
 def _forget(tables: dict[LayoutChoices, RowTable[T]]) -> None:

@@ -91,7 +91,7 @@ def placed(
         structure, candidate = layout_candidate(problem.model, layout)
         prices = prices or local_prices(problem, structure, candidate.local)  # sizes are the same for all
         local = known[layout.remat] = evaluate_local(
-            problem, structure, prices, known.get(layout.remat), staged=candidate.local.staged
+            problem, structure, prices, known.get(layout.remat), looped=candidate.local.looped
         )
         plans = [p for f in fabrics for p in _fastest(problem, layout, f, local)]
         if plans:
