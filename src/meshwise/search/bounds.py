@@ -36,9 +36,10 @@ from meshwise.search.candidates import (
     distinct,
 )
 from meshwise.search.floors import HeldActivations, held_activations, leaner, memory_floor
-from meshwise.search.network import FEW, Recent, RowTable, SearchedNetwork, WeightColumns
+from meshwise.search.network import SearchedNetwork, WeightColumns
 from meshwise.search.rings import first_of_remat
 from meshwise.search.space import IdealWires
+from meshwise.search.tables import FEW, Recent, RowTable
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ class Bounds:
         # Of all chips, those that share one microbatch's work on a stage, over the microbatch's tokens.
         chips = math.prod(network.fabric.sizes)
         self.per_token = array(shards / (candidates.micro_batch * chips * self.problem.job.seq_len))  # by key
-        self._weight_state = WeightColumns(network, self._evaluate_state, lambda: len(table.meshes))
+        self._weight_state = WeightColumns(network, self._evaluate_state, lambda: np.arange(len(table.meshes)))
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
         self._sums, self._prices = Recent[Mapping[str, RoleSums]](4), Recent[CollectivePrices](2)
         plain = {v.with_remat(): v for v in network.variants}

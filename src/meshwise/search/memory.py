@@ -22,7 +22,7 @@ from meshwise.costs.pipeline import Part
 from meshwise.costs.weight_traffic import evaluate_states, state_sums
 from meshwise.search.bounds import Bounds
 from meshwise.search.candidates import Array, CandidateBatch, Index
-from meshwise.search.network import RowTable
+from meshwise.search.tables import RowTable
 
 T = TypeVar("T")
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwise.costs.arithmetic import Num, joined, maximum, take
+from meshwise.costs.arithmetic import Num, maximum
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.evaluate import (
     LocalBlock,
@@ -44,6 +44,7 @@ from meshwise.search.candidates import (
 )
 from meshwise.search.rings import RING_FIRST, stands_for_gathers
 from meshwise.search.space import IdealWires
+from meshwise.search.tables import NO_NUMBERS, Recent, RowTable
 from meshwise.search.tools import Tool, ToolMasks, possible_meshes, possible_schedules, possible_variants
 from meshwise.sharding.layout import MESH_AXES
 
@@ -55,9 +56,6 @@ U = TypeVar("U")
 _LOOPED = [f.name for f in fields(LocalSizes)].index("looped")
 
 _Possible = tuple[tuple[ComputeVariant, ...], tuple[PipelineVariant, ...], tuple[str, ...]]
-
-#: Rows that are worked out at once where there are no more.
-FEW = 5000
 
 #: Rows of what one device does on its own that are kept, of about 700 bytes.
 _MOST_ROWS = 100_000
@@ -188,6 +186,7 @@ class LocalTables:
         self.problem = problem
         self._numbers: dict[bytes, int] = {}
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
+        self._latest = NO_NUMBERS  # those of the network that is searched
         self._tables: dict[LayoutChoices, RowTable[tuple[LocalBlock, ...]]] = {}
         self._memory: dict[LayoutChoices, RowTable[tuple[LocalMemory, ...]]] = {}
         self._heads: dict[LayoutChoices, RowTable[LocalMemory]] = {}
@@ -235,6 +234,7 @@ class LocalTables:
         found = np.array([self._numbers.setdefault(key, len(self._numbers)) for key in keys], int)
         self._sizes = np.pad(self._sizes, ((0, 0), (0, len(self._numbers) - known)))
         self._sizes[:, found] = rows.T
+        self._latest = found
         return found
 
     def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
@@ -244,14 +244,14 @@ class LocalTables:
     def _blocks(self, choices: LayoutChoices) -> RowTable[tuple[LocalBlock, ...]]:
         _forget(self._tables)
         if choices not in self._tables:
-            self._tables[choices] = RowTable(partial(self.evaluate, choices), lambda: len(self._numbers))
+            self._tables[choices] = RowTable(partial(self.evaluate, choices), lambda: self._latest)
         return self._tables[choices]
 
     def memory(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalMemory, ...]:
         """What blocks hold, with one row for each number of sizes."""
         _forget(self._memory)
         if (own := choices.stored_plainly) not in self._memory:
-            self._memory[own] = RowTable(partial(self._evaluate_memory, own), lambda: len(self._numbers))
+            self._memory[own] = RowTable(partial(self._evaluate_memory, own), lambda: self._latest)
         return self._memory[own](numbers)
 
     def head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
@@ -259,14 +259,14 @@ class LocalTables:
         _forget(self._heads)
         own = choices.stored_plainly.but(remat="none", partial_remat=False)
         if own not in self._heads:
-            self._heads[own] = RowTable(partial(self._evaluate_head, own), lambda: len(self._numbers))
+            self._heads[own] = RowTable(partial(self._evaluate_head, own), lambda: self._latest)
         return self._heads[own](numbers)
 
     def busy(self, choices: LayoutChoices, numbers: Index) -> Array:
         """Seconds that the device computes for a microbatch at least, all copies of its blocks."""
         if choices not in self._busy:
             made = self._evaluate_busy if choices.remat == "none" else self._evaluate_busier
-            self._busy[choices] = RowTable(partial(made, choices), lambda: len(self._numbers))
+            self._busy[choices] = RowTable(partial(made, choices), lambda: self._latest)
         return self._busy[choices](numbers)
 
     def _evaluate_busy(self, choices: LayoutChoices, numbers: Index) -> Array:
@@ -319,110 +319,23 @@ def _forget(tables: dict[LayoutChoices, RowTable[T]]) -> None:
         tables.clear()
 
 
-class Recent(Generic[T]):
-    """The last few values that were made, by their keys.
-
-    Args:
-        most: how many are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._known: dict[Hashable, T] = {}
-
-    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of a key, made if it is not known."""
-        value = self._known.pop(key) if key in self._known else make()
-        self._known[key] = value  # the latest is last
-        if len(self._known) > self.most:
-            del self._known[next(iter(self._known))]
-        return value
-
-
-class RowTable(Generic[T]):
-    """Values with a row for each of some numbers, worked out when they are first asked for.
-
-    Args:
-        make: works out the rows of some numbers, ascending: arrays in mappings, tuples and dataclasses.
-        every: how many numbers there are, where that is known; if they are few, all are worked out at once: a few
-            hundred rows take no longer than one.
-    """
-
-    def __init__(self, make: Callable[[Index], T], every: Callable[[], int] = lambda: 0) -> None:
-        self.make, self.every = make, every
-        self.values: T  # of all rows so far
-        self._length = 0
-        self._row = np.zeros(0, np.int32)  # of each number, -1 for none
-
-    def __len__(self) -> int:
-        return self._length
-
-    def numbers(self) -> Index:
-        """Those whose rows were worked out."""
-        return np.flatnonzero(self._row >= 0)
-
-    def keep(self, numbers: Index) -> None:
-        """Forget all rows but those of some numbers that were worked out."""
-        numbers = np.unique(numbers)
-        self.values = take(self.values, self._row[numbers])
-        self._length, self._row = len(numbers), np.full(len(self._row), -1, np.int32)
-        self._row[numbers] = np.arange(len(numbers))
-
-    def which(self, numbers: Index) -> Mask:
-        """Which of these were worked out."""
-        row = self._row[np.minimum(numbers, len(self._row) - 1)] if len(self._row) else np.full(len(numbers), -1)
-        return np.asarray((numbers < len(self._row)) & (row >= 0), bool)
-
-    def knows(self, numbers: Index) -> bool:
-        """Whether all of these were worked out."""
-        return bool(self.which(numbers).all())
-
-    def rows(self, numbers: Index) -> Index:
-        """Rows of `values` of numbers."""
-        few = self.every() if self.every() <= FEW else 0
-        more = max(int(numbers.max(initial=-1)) + 1, few) - len(self._row)
-        if more > 0:
-            self._row = np.pad(self._row, (0, more), constant_values=-1)
-        new = numbers[self._row[numbers] < 0]
-        if len(new):
-            asked = np.zeros(len(self._row), bool)  # sorts them faster than `np.unique`
-            asked[new] = asked[:few] = True
-            missing = np.flatnonzero(asked & (self._row < 0))
-            made = self.make(missing)
-            self.values = joined([self.values, made], [self._length, len(missing)]) if self._length else made
-            self._row[missing] = self._length + np.arange(len(missing))
-            self._length += len(missing)
-        return self._row[numbers].astype(int)
-
-    def __call__(self, numbers: Index) -> T:
-        """The values with one row for each of the numbers."""
-        return self.part(numbers, lambda values: values)
-
-    def part(self, numbers: Index, of: Callable[[T], U]) -> U:
-        """The same of a part of the values."""
-        at = self.rows(numbers)
-        whole = len(at) == self._length and (at == np.arange(self._length)).all()
-        values: U = of(self.values) if whole else take(of(self.values), at)
-        return values
-
-
 class WeightColumns:
     """What weights take under each of the layout choices, for the entries (meshes, or mappings) that were asked for.
 
     Args:
         network: whose choices they are; those with the same weights share their columns.
         evaluate: prices some entries under one of the choices: role -> [..., entries].
-        every: as in `RowTable`.
+        together: as in `RowTable`.
     """
 
     def __init__(
         self,
         network: SearchedNetwork,
         evaluate: Callable[[LayoutChoices, Index], Mapping[str, Array]],
-        every: Callable[[], int] = lambda: 0,
+        together: Callable[[], Index] = lambda: NO_NUMBERS,
     ) -> None:
         stored, self.number = network.weights
-        self.tables = [RowTable(partial(evaluate, c), every) for c in stored]
+        self.tables = [RowTable(partial(evaluate, c), together) for c in stored]
 
     def __call__(self, choices: Index, at: Index) -> dict[str, Array]:
         """By role, of entries `at`, each under one of the choices."""

@@ -33,8 +33,9 @@ from meshwise.costs.step_time import free_share, passes_works, send_seconds
 from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic, weight_prices
 from meshwise.search.bounds import CHUNK, Bounds, expanded
 from meshwise.search.candidates import Array, CandidateBatch, CandidateTable, Index, distinct
-from meshwise.search.network import Recent, WeightColumns
+from meshwise.search.network import WeightColumns
 from meshwise.search.space import IdealWires, WireTable, placements
+from meshwise.search.tables import Recent
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.placed import Purpose
 
@@ -139,7 +140,7 @@ class PlacementBounds:
     def _columns(self) -> WeightColumns:
         ideal = isinstance(self.mappings, IdealMapping)
         return WeightColumns(
-            self.network, self._evaluate_traffic, lambda: len(self.network.table.meshes) if ideal else 0
+            self.network, self._evaluate_traffic, lambda: np.arange(len(self.network.table.meshes) if ideal else 0)
         )
 
     def raised(self, batch: CandidateBatch) -> CandidateBatch:

@@ -26,7 +26,7 @@ from meshwise.costs.serving.estimate import engine_axis_mappings
 from meshwise.models import Model
 from meshwise.models.spec import SelfAttention
 from meshwise.search.candidates import Array, Index
-from meshwise.search.network import Recent
+from meshwise.search.tables import Recent
 from meshwise.sharding.serving import SERVING_AXES, WEIGHT_AXES, ServingLayout, ServingLayoutChoices
 
 Integers: TypeAlias = NDArray[np.integer[Any]]
