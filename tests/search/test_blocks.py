@@ -16,7 +16,8 @@ from tests.search.test_search_exact import PROBLEMS
 SMALL = {
     "candidates": {"_BLOCK": 64},
     "bounds": {"_ROWS": 120, "_SIZES": 16, "_KEYS": 64, "CHUNK": 48, "FEW": 4},
-    "network": {"_MOST_ROWS": 90, "FEW": 4},
+    "network": {"_MOST_ROWS": 90},
+    "tables": {"FEW": 4},
     "placement_bounds": {"_ROWS": 150, "_MOST_PLACEMENTS": 20, "CHUNK": 48},
     "pricing": {"CHUNK": 64},
     "network_search": {"_POOL": 64, "CHUNK": 64},

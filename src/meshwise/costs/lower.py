@@ -61,6 +61,7 @@ class Symbolic:
         self.copies = Distinct[Block]()
         self._training: dict[tuple[int, LayoutChoices], LoweredTrainingBlock] = {}
         self._serving: dict[tuple[int, Strategy], LoweredServingBlock] = {}
+        self._templates: dict[object, CollectiveTemplate] = {}
         self._numbers: dict[tuple[LocalOp, bool, bool, str], int] = {}  # passes and policies share most operations
 
     def training(self, copy: int, choices: LayoutChoices) -> LoweredTrainingBlock:
@@ -85,7 +86,7 @@ class Symbolic:
 
     def collectives(self) -> CollectiveLowering:
         """What lowers the collectives of a block."""
-        return CollectiveLowering(self.symbols, self.costs, self.precision)
+        return CollectiveLowering(self.symbols, self.costs, self.precision, self._templates)
 
     def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False, joins: str = "") -> int:
         """The number of a lowered operation; arguments as in `local_ops.lower_op`."""

@@ -23,6 +23,10 @@ from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transf
 Moment = tuple[WeightedSum, WeightedSum]
 
 
+#: Bytes of activations on their way, with the mesh axes.
+Buffers = tuple[tuple[WeightedSum, tuple[str, ...]], ...]
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one copy of a block before sizes are known.
@@ -36,12 +40,11 @@ class MemoryPlan:
         remade: activations computed again.
         bucket: gradients of all weights of a layer that are gathered, before they are scattered.
         gathered, stored: the same weights as used and as stored.
-        buffers: gathered or unreduced activations, each with the mesh axes over which it was moved, data and fsdp left
-            out.
         compiled_remade: as `remade` where a compiler fuses what is elementwise.
         weights: as `gathered`, each weight alone.
         kept_scores, remade_scores: scores of attention where kernels are not fused, and masks of dropout where that is
             done to what each part of a layer adds: kept, or made again.
+        find_buffers: `buffers`.
         find_moments: what each operation of the backward pass holds, as `operations`; `compiled` or not.
     """
 
@@ -56,12 +59,17 @@ class MemoryPlan:
     bucket: WeightedSum
     gathered: WeightedSum
     stored: WeightedSum
-    buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
     compiled_remade: WeightedSum
     weights: tuple[WeightedSum, ...]
     kept_scores: WeightedSum
     remade_scores: WeightedSum
+    find_buffers: Callable[[], Buffers] = field(compare=False, repr=False)
     find_moments: Callable[..., tuple[Moment, ...]] = field(compare=False, repr=False)
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """Gathered or unreduced activations, each with the mesh axes that it was moved over, data and fsdp left out."""
+        return self.find_buffers()
 
     @cached_property
     def operations(self) -> tuple[Moment, ...]:
@@ -104,11 +112,11 @@ def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, opt
         bucket=symbols.sum((symbols.held(h), precision.reductions.bytes) for h in trained),
         gathered=symbols.sum((symbols.held(h), w) for h, w in alive),
         stored=symbols.sum((symbols.held(stored[h.tensor.name]), w) for h, w in alive),
-        buffers=_buffers(placed, symbols, precision) if is_layer else (),
         compiled_remade=symbols.held_bytes(_compiled_workspace(placed), precision),
         weights=tuple(symbols.sum([(symbols.held(h), w)]) for h, w in alive) if is_layer else (),
         kept_scores=scores[False],
         remade_scores=scores[True],
+        find_buffers=partial(_buffers, placed if is_layer else None, symbols, precision),
         find_moments=partial(_operations if is_layer else _moments, placed, symbols, precision),
     )
 
@@ -119,7 +127,7 @@ def with_buffers(plan: MemoryPlan, placed: PlacedBlock, symbols: Symbols, precis
     def moments(*, compiled: bool) -> tuple[Moment, ...]:
         return plan.compiled_operations if compiled else plan.operations
 
-    return replace(plan, buffers=_buffers(placed, symbols, precision), find_moments=moments)
+    return replace(plan, find_buffers=partial(_buffers, placed, symbols, precision), find_moments=moments)
 
 
 def in_chunks(placed: PlacedBlock) -> PlacedBlock:
@@ -265,22 +273,20 @@ def _largest_moments(moments: Iterable[Moment], symbols: Symbols) -> tuple[Momen
     return tuple(one for one in weights if one in largest)
 
 
-def _buffers(
-    placed: PlacedBlock, symbols: Symbols, precision: Precision
-) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
-    found = set()
-    for item in (*placed.forward, *placed.backward):
-        if item.moves is False or {"data", "fsdp"} & set(item.collective.mesh_axes):
+def _buffers(placed: PlacedBlock | None, symbols: Symbols, precision: Precision) -> Buffers:
+    """Buffers of a layer; none of what is no layer."""
+    found = set[tuple[WeightedSum, tuple[str, ...]]]()
+    for item in (*placed.forward, *placed.backward) if placed else ():
+        if item.moves is False or item.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
             continue
         c = item.collective
+        if "data" in c.mesh_axes or "fsdp" in c.mesh_axes:
+            continue
         split, whole = (c.before, c.after) if c.kind is CollectiveKind.ALL_GATHER else (c.after, c.before)
-        held: tuple[Held, ...] = ()
-        if item.purpose in (Purpose.ACTIVATIONS, Purpose.MATMUL):  # what came round is kept for the products made again
-            held = (Held(item.tensor, whole),)
-        elif item.purpose is Purpose.RING:  # one block at work, the next on its way
+        held: tuple[Held, ...] = (Held(item.tensor, whole),)  # of products: kept for those made again
+        if item.purpose is Purpose.RING:  # one block at work, the next on its way
             held = (Held(item.tensor, split),) * 2
-        if held:
-            found.add((symbols.held_bytes(held, precision), c.mesh_axes))
+        found.add((symbols.held_bytes(held, precision), c.mesh_axes))
     return tuple(sorted(found))
 
 

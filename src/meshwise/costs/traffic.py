@@ -146,11 +146,13 @@ class CollectiveLowering:
         symbols: of the program.
         costs: distinct bytes and ways to send them.
         precision: bytes per element.
+        known: templates that were lowered: policies, and ways to store the state, have most in common.
     """
 
     symbols: Symbols
     costs: Distinct[tuple[WeightedSum, Split, CollectiveKey]]
     precision: Precision
+    known: dict[object, CollectiveTemplate]
 
     def of_training(self, placed: PlacedBlock, optimizer: Optimizer) -> tuple[CollectiveTemplate, ...]:
         """Group the transfers of a block: weights and gradients by pass, equal activations counted.
@@ -225,6 +227,20 @@ class CollectiveLowering:
             kept: tensors that are sent in the backward pass.
             recomputed: operations that this runs again.
         """
+        activations = buckets if group[1] is Purpose.ACTIVATIONS else []
+        waiting = [b for b in activations if b[0].waits in late]
+        summed = [b for b in activations if group[2] in _SUMS and b[0].tensor.name.startswith(_GRADIENT)]
+        again = [b for b in activations if b[0].tensor.name not in kept]
+        remade = [b for b in activations if b[0].waits in recomputed]
+        counts = len(waiting), len(summed), len(again), len(remade)
+        key = group, counts, tuple(buckets)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._lower(group, buckets, counts)
+        return found
+
+    def _lower(self, group: _Group, buckets: list[Bucket], counts: tuple[int, int, int, int]) -> CollectiveTemplate:
+        """Lower what is not known yet; `counts` of those that are late, early, again and remade."""
         when, purpose, kind, mesh_axes, own = group
         one_by_one = purpose in _ONE_BY_ONE
         items = [t for bucket in buckets for t in bucket]
@@ -238,11 +254,7 @@ class CollectiveLowering:
         scaled_by = mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else ()
         routed = kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes)
         key = CollectiveKey(kind, mesh_axes, routed, purpose is Purpose.MATMUL)
-        activations = buckets if purpose is Purpose.ACTIVATIONS else []
-        waiting = [b for b in activations if b[0].waits in late]
-        summed = [b for b in activations if kind in _SUMS and b[0].tensor.name.startswith(_GRADIENT)]
-        again = [b for b in activations if b[0].tensor.name not in kept]
-        remade = [b for b in activations if b[0].waits in recomputed]
+        late, early, again, remade = counts
         return CollectiveTemplate(
             name=", ".join(dict.fromkeys(t.tensor.name for t in items)),
             when=when,
@@ -256,10 +268,10 @@ class CollectiveLowering:
             term=term_of(mesh_axes, purpose),
             part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
             side=_SIDES.get(purpose, "hideable"),
-            late=len(waiting) if when is Pass.BACKWARD else 0,
-            early=len(summed) if when is Pass.BACKWARD else 0,
-            again=len(again) if when is Pass.FORWARD else 0,
-            remade=len(remade) if when is Pass.BACKWARD else 0,
+            late=late if when is Pass.BACKWARD else 0,
+            early=early if when is Pass.BACKWARD else 0,
+            again=again if when is Pass.FORWARD else 0,
+            remade=remade if when is Pass.BACKWARD else 0,
             cost=self.costs((num_bytes, scaled_by, key)),
         )
 

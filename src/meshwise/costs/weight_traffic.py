@@ -30,13 +30,13 @@ from meshwise.sharding.placed import Purpose
 WeightTraffic = NDArray[np.float64]
 
 
-def weight_choices(choices: LayoutChoices, context_method: str = "gather") -> LayoutChoices:
+def weight_choices(choices: LayoutChoices) -> LayoutChoices:
     """The choices that stand for all that differ in remat and in how attention gets its keys: those of least traffic.
 
     Gradients need the same weights whatever is recomputed, so that is the choice which recomputes nothing. Weights
-    move alike under every `context_method`: any will do that is lowered for other reasons.
+    move alike under every `context_method`: a ring is lowered as gathers are.
     """
-    return choices.but(remat="none", partial_remat=False, context_method=context_method)
+    return choices.but(remat="none", partial_remat=False, context_method="gather")
 
 
 def weight_prices(

@@ -95,8 +95,7 @@ class Bounds:
         self.network, self.problem, table = network, network.problem, network.table
         self.layers = num_layers(self.problem.train_program())
         first, self.key_of = distinct((table.local, table.axis("stage"), table.num_microbatches))
-        self.members = np.argsort(self.key_of, kind="stable")  # rows of the table, key by key
-        self.number = np.bincount(self.key_of)
+        self.members, self.number = np.argsort(self.key_of, kind="stable"), np.bincount(self.key_of)  # key by key
         self.begins = np.cumsum(self.number) - self.number
         candidates = table.candidates(first)
         self.size = table.local[first]
@@ -187,7 +186,7 @@ class Bounds:
 
     def _computing(self, choices: LayoutChoices, remat: str) -> LayoutChoices:
         """Those that stand for what computes alike under a remat policy, however it attends over `context`."""
-        return choices.but(remat=remat, partial_remat=False, context_method=self.network.variants[0].own.context_method)
+        return choices.but(remat=remat, partial_remat=False, context_method="gather")
 
     def _remats(self, variant: ComputeVariant) -> dict[str, float]:
         """The share of the layers that follows each remat policy."""

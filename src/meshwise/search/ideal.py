@@ -22,10 +22,9 @@ def ideal_chip_seconds_per_token(local: LocalTables, asked: Choices, tools: tupl
     """
     if (asked, tools) not in local.ideal:
         variants = local.possible(tools, asked)[0] or compute_variants(local.problem.model, asked)
-        alike: dict[LayoutChoices, LayoutChoices] = {}  # however they attend over `context`, they compute alike
-        for own in (v.with_remat("none") for v in variants):
-            alike.setdefault(own.but(context_method=""), own)
-        local.ideal[asked, tools] = _ideal_chip_seconds_per_token(local.problem, alike.values())
+        # However they attend over `context`, they compute alike.
+        alike = dict.fromkeys(v.with_remat("none").but(context_method="gather") for v in variants)
+        local.ideal[asked, tools] = _ideal_chip_seconds_per_token(local.problem, alike)
     return local.ideal[asked, tools]
 
 

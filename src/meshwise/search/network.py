@@ -130,8 +130,7 @@ class SearchedNetwork:
     def weights(self) -> tuple[tuple[LayoutChoices, ...], Index]:
         """Choices whose weights differ, and which of them stands for each of the choices."""
         numbers: dict[LayoutChoices, int] = {}
-        first = self.variants[0].own.context_method
-        number = [numbers.setdefault(weight_choices(c, first), len(numbers)) for c in self.choices]
+        number = [numbers.setdefault(weight_choices(c), len(numbers)) for c in self.choices]
         return tuple(numbers), np.array(number)
 
     @cached_property

@@ -79,6 +79,9 @@ class Transfer:
     purpose: Purpose
     waits: str
 
+    def __hash__(self) -> int:  # as of an operation
+        return hash((self.tensor.name, self.waits))
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
