@@ -102,6 +102,8 @@ def test_a_frozen_projection_costs_four_of_six():
         ("lora:rank=0", r"expected a rank from 1 to 65,536, found '0'"),
         ("lora:rank=1.5", r"expected a rank from 1 to 65,536, found '1\.5'"),
         ("lora:rank=4,rank=8", r"rank is given twice in 'lora:rank=4,rank=8'"),
+        ("lora:alpha=0", r"expected alpha to be a number above 0, found '0'"),
+        ("lora:alpha=inf", r"expected alpha to be a number above 0, found 'inf'"),
         ("lora:targets=router", r"unknown fine-tuning target 'router'"),
         ("qlora:storage=nf5", r"unknown storage of frozen weights 'nf5'\. .*nf4"),
     ],

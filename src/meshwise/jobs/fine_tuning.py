@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from meshwise.core.dtypes import DType
@@ -38,6 +39,7 @@ class FineTuning:
         name: what users type.
         method: of `METHODS`.
         rank: inner width of the adapters.
+        alpha: what they give is scaled by alpha / rank; 0 as the rank, so that it is not scaled.
         targets: projections that get one: groups or single ones.
         storage: "nf4" or "int4" for frozen weights of projections, or "" as the precision's role says.
     """
@@ -47,11 +49,17 @@ class FineTuning:
     rank: int = 0
     targets: tuple[str, ...] = ()
     storage: str = ""
+    alpha: float = 0.0
 
     @property
     def full(self) -> bool:
         """Whether everything is trained."""
         return self.method == "full"
+
+    @property
+    def scale(self) -> float:
+        """By which what adapters give is multiplied: y = x W + scale (x A) B."""
+        return self.alpha / self.rank if self.alpha else 1.0
 
     @property
     def stored(self) -> Format | None:
@@ -64,7 +72,8 @@ class FineTuning:
         if self.full:
             return METHODS["full"]
         frozen = f"frozen projections in {self.storage}" if self.storage else "frozen weights"
-        return f"adapters of rank {self.rank} on {', '.join(self.targets)} beside {frozen}"
+        scaled = f", scaled by {self.scale:g}," if self.scale != 1 else ""
+        return f"adapters of rank {self.rank}{scaled} on {', '.join(self.targets)} beside {frozen}"
 
     def adapts(self, weight: str) -> bool:
         """Whether the projection with the weight named `weight` ("w_q", "w_expert.up") gets an adapter."""
@@ -78,10 +87,12 @@ FULL = FineTuning("full", "full")
 
 
 def parse_fine_tuning(text: str) -> FineTuning:
-    """Read "full", "lora", "lora:rank=16,targets=attention+mlp", "qlora:rank=64,storage=int4".
+    """Read "full", "lora", "lora:rank=16,alpha=32,targets=attention+mlp", "qlora:rank=64,storage=int4".
 
     >>> parse_fine_tuning("lora:rank=8,targets=q+v").targets
     ('q', 'v')
+    >>> parse_fine_tuning("lora:rank=8,alpha=16").scale
+    2.0
     >>> parse_fine_tuning("qlora").storage
     'nf4'
 
@@ -107,11 +118,23 @@ def parse_fine_tuning(text: str) -> FineTuning:
     rank = options.get("rank", "16")
     if not (rank.isascii() and rank.isdigit()) or not 1 <= int(rank) <= _LARGEST_RANK:
         raise MeshwiseError(f"expected a rank from 1 to {_LARGEST_RANK:,}, found {rank!r}")
-    return FineTuning(text, method, int(rank), targets, storage)
+    return FineTuning(text, method, int(rank), targets, storage, _alpha(options.get("alpha")))
+
+
+def _alpha(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    try:
+        alpha = float(text)
+    except ValueError:
+        alpha = math.nan
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise MeshwiseError(f"expected alpha to be a number above 0, found {text!r}")
+    return alpha
 
 
 def _options(method: str, rest: str, text: str) -> dict[str, str]:
-    known = {"full": (), "lora": ("rank", "targets"), "qlora": ("rank", "targets", "storage")}[method]
+    known = {"full": (), "lora": ("rank", "alpha", "targets"), "qlora": ("rank", "alpha", "targets", "storage")}[method]
     found: dict[str, str] = {}
     for part in rest.split(","):
         name, equals, value = (p.strip() for p in part.partition("="))
@@ -129,8 +152,13 @@ def _options(method: str, rest: str, text: str) -> dict[str, str]:
 RANK = "Ra"
 
 
+def is_adapter(t: Tensor) -> bool:
+    """Whether a weight is one of an adapter's two."""
+    return t.kind is Kind.WEIGHT and RANK in t.axes
+
+
 def with_adapters(program: Program, tuning: FineTuning) -> Program:
-    """Freeze all weights; give each targeted projection y = x W an adapter, y = x W + (x A) B.
+    """Freeze all weights; give each targeted projection y = x W an adapter, y = x W + (x A) B, scaled as tuning says.
 
     Norms, biases, embedding, head and router stay as they are. An expert has adapters of its own.
 
@@ -190,7 +218,7 @@ def _stored(op: Einsum, weight: Tensor, tuning: FineTuning) -> list[Op]:
 
 
 def _adapter(op: Einsum, weight: Tensor, base: Tensor) -> list[Op]:
-    """The adapter's (x A) B, added to the frozen weight's output."""
+    """The adapter's (x A) B, added to the frozen weight's output, and scaled there."""
     (x,) = (t for t in op.inputs if t is not weight)
     y = op.output
     rows = tuple(a for a in weight.axes if a not in y.axes)

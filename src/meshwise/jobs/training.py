@@ -153,8 +153,8 @@ class TrainingJob(BaseModel):
     """Slots per expert over the mean load, all of them sent and multiplied; by default, no padding."""
     optimizer: str = Field(default="adamw", description=f"Optimizer: {', '.join(OPTIMIZERS)}.")
     fine_tune: str = "full"
-    """What is trained: full, lora or qlora, such as lora:rank=16,targets=attention+mlp (all, attention, mlp, experts,
-    shared, q, k, v, o, gate, up, down) or qlora:rank=64,storage=nf4 (or int4)."""
+    """What is trained: full, lora or qlora, such as lora:rank=16,alpha=32,targets=attention+mlp (all, attention, mlp,
+    experts, shared, q, k, v, o, gate, up, down) or qlora:rank=64,storage=nf4 (or int4)."""
 
     @field_validator("precision", "fine_tune", "optimizer")
     @classmethod
