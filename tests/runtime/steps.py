@@ -109,9 +109,8 @@ def state_of(step, seed=0):
     zeros = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), step.abstract_state)
 
     def cast(part):
-        return jax.tree.map(
-            lambda w, a: jax.device_put(np.asarray(w).astype(a.dtype), a.sharding), weights, zeros[part]
-        )
+        own = {key: {name: weights[key][name] for name in run} for key, run in zeros[part].items()}
+        return jax.tree.map(lambda w, a: jax.device_put(np.asarray(w).astype(a.dtype), a.sharding), own, zeros[part])
 
     return {**zeros, **{part: cast(part) for part in ("weights", "master") if part in zeros}}
 

@@ -202,7 +202,7 @@ def test_optimizers_step_against_the_gradient(name, expected):
         ({}, {"precision": "fp8"}, MeshwiseError, "precision 'fp8': narrow recipes"),
         ({}, {"precision": "fp16"}, MeshwiseError, "weights run in fp32, bf16, found fp16"),
         ({}, {"optimizer": "muon"}, MeshwiseError, "optimizer 'muon'"),
-        ({}, {"fine_tune": "lora:rank=4", "precision": "bf16"}, MeshwiseError, "adapters"),
+        ({}, {"fine_tune": "qlora:rank=4", "precision": "bf16"}, MeshwiseError, "frozen weights in nf4"),
     ],
 )
 def test_what_is_not_executed_is_refused_by_name(layout, job, error, words):

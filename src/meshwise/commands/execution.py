@@ -90,7 +90,7 @@ def _train(
     source, kept = _source(plan, request), None
     load: Callable[[TrainStep], tuple[int, State]] | None = None
     if request.weights is not None:
-        load = partial(_start, find_weights(Path(request.weights), plan.problem.model))
+        load = partial(_start, find_weights(Path(request.weights), plan.problem.model), request.seed)
     with ExitStack() as stack:
         if request.checkpoint is not None:
             folder, identity = Path(request.checkpoint), _identity(plan, request, step, source)
@@ -174,9 +174,9 @@ def _data(request: RunRequest) -> str:
     return f"random windows of {_file(request)}{apart}"
 
 
-def _start(published: LoadableWeights, step: TrainStep) -> tuple[int, State]:
+def _start(published: LoadableWeights, seed: int, step: TrainStep) -> tuple[int, State]:
     """No steps, and the state before the first."""
-    return 0, starting_state(step, published)
+    return 0, starting_state(step, published, seed)
 
 
 def _source(plan: Plan, request: RunRequest) -> TokenSource:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.core.tensors import Tensor
+from meshwise.core.tensors import Program, Tensor
 from meshwise.exports.choices import JAX_CHIPS, XLA_OVERLAP, Choices
 from meshwise.exports.exported import Rule
+from meshwise.jobs import FineTuning, with_adapters
 from meshwise.models import Model
 from meshwise.runtime.refusals import (
     PIPELINES,
@@ -47,14 +48,29 @@ def _why(check: Callable[[Choices], None]) -> Callable[[Choices], str]:
 _OF_MODEL, _OF_JOB = _why(lambda c: check_model(c.model)), _why(lambda c: check_job(c.job))
 
 
-def _splits(choices: Choices) -> tuple[tuple[tuple[str, ...], int, str], ...]:
-    """Mesh axes that split something, its size, a tensor that has it; not sequences: microbatches are whole."""
-    return _splits_of(choices.model, choices.seq_len, choices.strategy)
+#: A model, and what of it is trained.
+Trained = tuple[Model, FineTuning]
+
+
+def _trained(choices: Choices) -> Trained:
+    return choices.model, choices.job.tuning
 
 
 @functools.lru_cache(maxsize=256)
-def _splits_of(model: Model, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int, str], ...]:
-    program = model.train_program()
+def _program(trained: Trained) -> Program:
+    """With adapters where there are any."""
+    model, tuning = trained
+    return with_adapters(model.train_program(), tuning)
+
+
+def _splits(choices: Choices) -> tuple[tuple[tuple[str, ...], int, str], ...]:
+    """Mesh axes that split something, its size, a tensor that has it; not sequences: microbatches are whole."""
+    return _splits_of(_trained(choices), choices.seq_len, choices.strategy)
+
+
+@functools.lru_cache(maxsize=256)
+def _splits_of(trained: Trained, seq_len: int, strategy: Strategy) -> tuple[tuple[tuple[str, ...], int, str], ...]:
+    program = _program(trained)
     sizes = program.bind(batch=1, queries=seq_len)
     found = {(split, int(sizes[a])): t.name for t, a, split in splits_of(program, strategy) if a != "B"}
     return tuple((split, size, name) for (split, size), name in found.items())
@@ -69,11 +85,11 @@ def _common(choices: Choices) -> dict[tuple[str, ...], int]:
     if (key := (_common, strategy)) not in known:
         at_work = strategy.compute, strategy.fallback, strategy.attention
         if at_work not in known:
-            known[at_work] = _divisors(choices, splits_at_work(choices.model.train_program(), strategy))
+            known[at_work] = _divisors(choices, splits_at_work(_program(_trained(choices)), strategy))
         found = dict(known[at_work])
         for table in dict.fromkeys((strategy.weights, strategy.gradients, strategy.optimizer)):
             if (own := (strategy.compute, table)) not in known:
-                stored = splits_in_store(choices.model.train_program(), Strategy(*own), "weights")
+                stored = splits_in_store(_program(_trained(choices)), Strategy(*own), "weights")
                 known[own] = _divisors(choices, stored)
             for split, size in known[own].items():
                 found[split] = math.gcd(found.get(split, 0), size)
@@ -84,7 +100,7 @@ def _common(choices: Choices) -> dict[tuple[str, ...], int]:
 
 def _divisors(choices: Choices, splits: Iterable[tuple[Tensor, str, tuple[str, ...]]]) -> dict[tuple[str, ...], int]:
     """Mesh axes that split something but sequences, and what divides all sizes that they split."""
-    sizes, found = choices.model.train_program().bind(batch=1, queries=choices.seq_len), dict[tuple[str, ...], int]()
+    sizes, found = _program(_trained(choices)).bind(batch=1, queries=choices.seq_len), dict[tuple[str, ...], int]()
     for axis, split in dict.fromkeys((axis, split) for _, axis, split in splits):
         if axis != "B":
             found[split] = math.gcd(found.get(split, 0), int(sizes[axis]))

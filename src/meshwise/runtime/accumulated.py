@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from meshwise.runtime.layers import Layer, Stack, add_at, run_segment, without_turn
 from meshwise.runtime.params import Run, Segment, Tree
-from meshwise.runtime.watched import sunk
+from meshwise.runtime.watched import apart, sunk, together
 
 #: Numbers of a layer in the leading dimensions of its accumulators.
 _Place = tuple[jax.Array, ...]
@@ -52,13 +52,14 @@ def losses_onto(stack: Stack, weights: Tree, totals: Tree, batch: Mapping[str, j
     Args:
         stack: the model.
         weights: by run and name, as stored.
-        totals: accumulators, likewise.
+        totals: accumulators of those that are trained, likewise.
         batch: as there.
     """
     layered = {run.key for segment in stack.segments for run in segment.runs}
-    passed = {key: onto(own, totals[key], ()) for key, own in weights.items() if key not in layered}
-    ends = {key: own for key, (own, _) in passed.items()}
-    carry: Any = stack.embed(ends, batch["tokens"]), {key: totals[key] for key in layered}
+    own, frozen = apart({key: own for key, own in weights.items() if key not in layered})
+    passed = {key: onto(own, totals[key], ()) for key, own in own.items()}
+    ends = together({key: own for key, (own, _) in passed.items()}, frozen)
+    carry: Any = stack.embed(ends, batch["tokens"]), {key: total for key, total in totals.items() if key in layered}
     for segment in stack.segments:
         carry = _segment(stack.of(batch), segment, weights, carry)
     stream, given = carry
@@ -72,10 +73,12 @@ def _segment(stack: Stack, segment: Segment, weights: Tree, carry: Any) -> Any:
         forward, sizes = stack.layer(segment, run), segment.stack(run)
 
         def one(carry: Any, own: tuple[Any, jax.Array]) -> tuple[Any, None]:
-            (x, totals), (weights, number) = carry, own
+            (x, totals), (weights, number) = (carry[0], dict(carry[1])), own
             place = jnp.unravel_index(number, sizes) if sizes else ()
-            weights, total = onto(weights, totals[run.key], place)
-            return (forward(x, weights), {**totals, run.key: total}), None
+            trained, frozen = apart({run.key: weights})
+            for key in trained:
+                trained[key], totals[key] = onto(trained[key], totals[key], place)
+            return (forward(x, together(trained, frozen)[run.key]), totals), None
 
         return one
 

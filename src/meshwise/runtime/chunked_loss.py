@@ -19,7 +19,7 @@ from meshwise.runtime.collective_matmul import Equation
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.products import subscripts
 from meshwise.runtime.shardings import Placement, complete, part_index
-from meshwise.runtime.watched import Watched, with_gradient
+from meshwise.runtime.watched import gradient_format, with_gradient
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import CHUNK_POSITIONS
 
@@ -76,13 +76,14 @@ class ChunkedLoss:
             x: what the product reads [B, T, D], held as `held`.
             held: there its gradient is completed, too.
             labels: [B, T].
-            weights: where `weights` has them, each an array or `Watched`.
+            weights: where `weights` has them, each an array, `Watched` or `Frozen`.
         """
         placement, spec, tokens = self.placement, self.placement.spec, self.placement.spec(self.tokens)
         at = placement.at(self.product, self.product.inputs[0])
         reads = spec(at), tokens, tuple(spec(sharding) for _, sharding in self.weights)
-        sums = spec(held), tuple(placement.sum_spec(placement.reduced(t.axes)) for t, _ in self.weights)
-        dtypes = [w.sink.dtype if isinstance(w, Watched) else w.dtype for w in weights]
+        dtypes = [gradient_format(w) for w in weights]
+        reduced = [placement.sum_spec(placement.reduced(t.axes)) for t, _ in self.weights]
+        sums = spec(held), tuple(None if d is None else at for d, at in zip(dtypes, reduced, strict=True))
 
         def alone(x: jax.Array, *values: jax.Array) -> jax.Array:
             whole = placement.move(x, held, at, held)
@@ -98,7 +99,7 @@ class ChunkedLoss:
             )
             return made
 
-        def backward(made: Any, gradient: jax.Array, *_: Any) -> tuple[jax.Array, ...]:
+        def backward(made: Any, gradient: jax.Array, *_: Any) -> tuple[Any, ...]:
             def local(made: Any, gradient: jax.Array) -> Any:
                 return jax.tree.map(lambda d: d * gradient[0, 0].astype(d.dtype), made)
 
@@ -152,29 +153,31 @@ class ChunkedLoss:
 
     def _with_gradients(
         self, x: jax.Array, labels: jax.Array, values: Arrays, held: Sharding, dtypes: Sequence[Any]
-    ) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
+    ) -> tuple[jax.Array, tuple[jax.Array, tuple[Any, ...]]]:
         """Losses, and the gradients of their sum: of the stream, completed as `held`, and of weights, in `dtypes`."""
 
-        def one(sums: Arrays, chunk: Arrays) -> tuple[Arrays, Arrays]:
+        def one(sums: tuple[Any, ...], chunk: Arrays) -> tuple[tuple[Any, ...], Arrays]:
             x, labels = chunk
             logits, finish = self._logits(x, values)
             losses, denominator = self._cross_entropy(logits, labels)
             share = jnp.exp(logits.astype(jnp.float32) - denominator[..., None])
             made, of_biases = finish((share - self._is_label(logits, labels)).astype(logits.dtype))
             d_x = self.equation.transposed_left.multiply(made, values[0]).astype(x.dtype)
-            d_weight = self.equation.transposed_right.multiply(x, made, dtypes[0])
-            added = (s + d.astype(s.dtype) for s, d in zip(sums, (d_weight, *of_biases), strict=True))
-            return tuple(added), (losses, d_x)
+            d_weight = None if sums[0] is None else self.equation.transposed_right.multiply(x, made, dtypes[0])
+            found = zip(sums, (d_weight, *of_biases), strict=True)
+            return tuple(None if s is None else s + d.astype(s.dtype) for s, d in found), (losses, d_x)
 
-        zeros = tuple(jnp.zeros(v.shape, dtype) for v, dtype in zip(values, dtypes, strict=True))
+        zeros = tuple(None if d is None else jnp.zeros(v.shape, d) for v, d in zip(values, dtypes, strict=True))
         sums, (losses, d_x) = jax.lax.scan(one, zeros, _cut(x, labels))
         at = self.placement.at(self.product, self.product.inputs[0])
         d_x = complete(_joined(d_x), at, held, self._vocabulary, self.placement)
         found = tuple(self._accumulate(t, at, total) for (t, at), total in zip(self.weights, sums, strict=True))
         return _joined(losses), (d_x, found)
 
-    def _accumulate(self, t: Tensor, held: Sharding, gradient: jax.Array) -> jax.Array:
-        """Add up a weight's gradient over devices that have other tokens, each keeping its part."""
+    def _accumulate(self, t: Tensor, held: Sharding, gradient: jax.Array | None) -> jax.Array | None:
+        """Add up a weight's gradient over devices that have other tokens, each keeping its part; frozen: none."""
+        if gradient is None:
+            return None
         splits = self.placement.splits(self.product)
         others = [m for a in self.product.axes if a not in t.axes for m in splits.get(a, ())]
         return self.placement.add_up(gradient, held, self.placement.reduced(t.axes), others)

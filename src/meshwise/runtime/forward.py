@@ -29,7 +29,7 @@ from meshwise.runtime.paged import attend_paged, new_tokens
 from meshwise.runtime.products import PlacedProducts, Reduced, multiply, others, reduced_in_turn
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Watched, kept, plain, values_together
+from meshwise.runtime.watched import Watched, kept, mapped, plain, values_together
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
 
@@ -314,7 +314,7 @@ def _cast(w: Any, dtype: Any) -> Any:
     """Bring a weight to the format in which it is multiplied; its gradient stays as wide as it is."""
     if isinstance(w, Held):
         return w  # as it is read
-    return Watched(w.value.astype(dtype), w.sink) if isinstance(w, Watched) else w.astype(dtype)
+    return mapped(w, lambda w: w.astype(dtype), lambda sink: sink)
 
 
 def _denominator(t: Tensor) -> Tensor:

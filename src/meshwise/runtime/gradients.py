@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,11 +17,11 @@ from jax.sharding import PartitionSpec
 from meshwise.costs.schedules import Rounds
 from meshwise.runtime.accumulated import losses_onto
 from meshwise.runtime.layers import Stack
-from meshwise.runtime.params import Parameter, Tree, watch
+from meshwise.runtime.params import Parameter, Tree, trained, watch
 from meshwise.runtime.pipeline import pipelined
 from meshwise.runtime.shardings import complete
 from meshwise.runtime.stages import Stages
-from meshwise.runtime.watched import sunk
+from meshwise.runtime.watched import apart, sunk, together
 from meshwise.sharding.layout import Layout
 
 Batch = Mapping[str, jax.Array]
@@ -37,7 +38,7 @@ class Accumulation:
 
     Args:
         stack: the model as it is executed.
-        parameters: by run and name.
+        parameters: by run and name; frozen ones have no gradients.
         layout: of the plan.
         dtype: in which gradients are added up.
         reductions: in which they are made and reduced.
@@ -48,6 +49,10 @@ class Accumulation:
     layout: Layout
     dtype: Any
     reductions: Any
+
+    @cached_property
+    def _trained(self) -> Mapping[str, Mapping[str, Parameter]]:
+        return trained(self.parameters)
 
     @property
     def replicas(self) -> bool:
@@ -89,12 +94,12 @@ class Accumulation:
     def _of_batch(self, stack: Stack) -> LossAndGradients:
         """The function of a step's only microbatch."""
 
-        def loss(weights: Tree, batch: Batch) -> jax.Array:
-            return jnp.sum(stack.losses(weights, batch))
+        def loss(own: Tree, frozen: Tree, batch: Batch) -> jax.Array:
+            return jnp.sum(stack.losses(together(own, frozen), batch))
 
         def one(weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-            watched = watch(weights, self.parameters, stack.placement, self.reductions)
-            total, gradients = jax.value_and_grad(loss)(watched, batch)
+            own, frozen = apart(watch(weights, self.parameters, stack.placement, self.reductions))
+            total, gradients = jax.value_and_grad(loss)(own, frozen, batch)
             return total, sunk(gradients)
 
         return one
@@ -127,14 +132,14 @@ class Accumulation:
 
         lead = (self.layout.data,) if self.replicas else ()
         placement = self.stack.placement
-        zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.sum_shape(placement)), self.dtype), self.parameters)
+        zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.sum_shape(placement)), self.dtype), self._trained)
         return jax.lax.scan(add, (jnp.zeros(lead, jnp.float32), self._hold(zeros)), batch)[0]
 
     def _hold(self, gradients: Tree) -> Tree:
         """Keep gradients where they are accumulated; those of replicas have a dimension in front."""
         lead = (_REPLICAS,) if self.replicas else ()
         placement = replace(self.stack.placement, outside=frozenset(lead))
-        return jax.tree.map(lambda p, g: p.hold_sum(g, placement, lead), self.parameters, gradients)
+        return jax.tree.map(lambda p, g: p.hold_sum(g, placement, lead), self._trained, gradients)
 
     def _of_each_replica(self, make: Callable[[Stack], LossAndGradients]) -> LossAndGradients:
         """What `make` makes of the model; or each replica alone, with sequences dealt to them, numbered in front."""
@@ -182,4 +187,4 @@ class Accumulation:
             reads, made = PartitionSpec(*lead, *parameter.sum_spec(placement)), placement.spec(home)
             return placement.local(local, reads, made)(gradient)
 
-        return jax.tree.map(one, self.parameters, gradients)
+        return jax.tree.map(one, self._trained, gradients)

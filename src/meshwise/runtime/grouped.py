@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwise.runtime.kernels.counted import rows_said
-from meshwise.runtime.watched import Watched, with_gradient
+from meshwise.runtime.watched import Frozen, Watched, with_gradient
 
 #: Of the rows of both, one matrix for each group of them.
 _SUMMED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -88,31 +88,36 @@ def gpu_rows() -> Any:
     return found
 
 
-def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, groups: Groups, *, first: bool) -> jax.Array:
+def grouped_product(
+    rows: jax.Array, matrices: jax.Array | Watched | Frozen, groups: Groups, *, first: bool
+) -> jax.Array:
     """Multiply each group's rows with its matrix.
 
     Args:
         rows: [n, D], sorted by group, empty ones last.
-        matrices: [groups, D, F]; gradients of watched ones are made in the wider format.
+        matrices: [groups, D, F]; gradients of watched ones are made in the wider format, of frozen ones none.
         groups: of the rows.
         first: whether the gradient of `matrices` is made before that of `rows`.
 
     Returns: [n, F].
     """
+    of_rows, trains = rows.dtype, not isinstance(matrices, Frozen)
 
-    def forward(given: tuple[jax.Array, jax.Array], matrices: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def forward(given: tuple[jax.Array, jax.Array], matrices: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
         rows, sizes = given
-        return replace(groups, sizes=sizes).multiply(rows, matrices), (rows, matrices, sizes)
+        return replace(groups, sizes=sizes).multiply(rows, matrices), (rows if trains else None, matrices, sizes)
 
-    def backward(kept: tuple[jax.Array, ...], gradient: jax.Array, dtype: Any) -> tuple[Any, jax.Array]:
+    def backward(kept: tuple[Any, ...], gradient: jax.Array, dtype: Any) -> tuple[Any, Any]:
         rows, matrices, sizes = kept
         here = replace(groups, sizes=sizes)
+        if not trains:
+            return (here.multiply(gradient, matrices, transposed=True).astype(of_rows), None), None
         if first:
             made, gradient = jax.lax.optimization_barrier((here.multiply_rows(rows, gradient, dtype), gradient))
         d_rows = here.multiply(gradient, matrices, transposed=True)
         if not first:
             made = here.multiply_rows(rows, gradient, dtype)
-        return (d_rows.astype(rows.dtype), None), made
+        return (d_rows.astype(of_rows), None), made
 
     return with_gradient(forward, backward, (rows, groups.sizes), matrices)
 
@@ -151,7 +156,8 @@ def each_row(
         else:
             own, given = function, merged(rows, vectors)
             d_rows = kernel.gradients(own, given, known, gradient, rest=groups.rest)
-        d_vectors = kernel.sums(own, given, known, gradient, dtypes) if vectors else ()
+        trained = None not in dtypes
+        d_vectors = kernel.sums(own, given, known, gradient, dtypes) if vectors and trained else (None,) * len(vectors)
         return (d_rows, None), *d_vectors
 
     rows, vectors = (tuple(x for form, x in operands if (form == "vectors") is many) for many in (False, True))

@@ -18,7 +18,7 @@ from meshwise.runtime.forward import TURN, run_block
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import Run, Segment, Tree
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import linear
+from meshwise.runtime.watched import Frozen, linear
 from meshwise.sharding import Sharding
 from meshwise.sharding.remat import RematPolicy, remat_policy
 
@@ -99,7 +99,9 @@ class Stack:
 
     def head(self, weights: Tree, x: jax.Array, labels: jax.Array) -> Arrays:
         """From the residual stream to the head's outputs."""
-        x, own = _gradients_together((x, self._head_weights(weights)))
+        own = self._head_weights(weights)
+        if not all(isinstance(w, Frozen) for w in own.values()):
+            x, own = _gradients_together((x, own))
         return self.run(self.block("head"), {"x": x, "labels": labels}, own, jnp.arange(x.shape[1]))
 
     def logits(self, weights: Tree, x: jax.Array, positions: jax.Array) -> jax.Array:

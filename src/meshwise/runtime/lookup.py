@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from meshwise.core.tensors import Lookup
 from meshwise.runtime.products import others
 from meshwise.runtime.shardings import Placement, complete, part_index
-from meshwise.runtime.watched import Watched, with_gradient
+from meshwise.runtime.watched import Frozen, Watched, with_gradient
 from meshwise.sharding import Sharding
 
 
 def look_up(
     op: Lookup,
     index: jax.Array,
-    table: jax.Array | Watched,
+    table: jax.Array | Watched | Frozen,
     placement: Placement,
     splits: Mapping[str, tuple[str, ...]],
 ) -> jax.Array:
@@ -35,7 +35,7 @@ def look_up(
 
     Returns: the rows, where the output lives.
     """
-    shape = (table.value if isinstance(table, Watched) else table).shape
+    shape = (table.value if isinstance(table, Watched | Frozen) else table).shape
     if placement.mesh.size == 1:
 
         def add(index: jax.Array, gradient: jax.Array, dtype: Any) -> tuple[None, jax.Array]:
@@ -66,7 +66,7 @@ def look_up(
     def forward(index: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
         return placement.local(pick, (index_spec, table_spec), home_spec)(index, table), index
 
-    def backward(index: jax.Array, gradient: jax.Array, dtype: Any) -> tuple[None, jax.Array]:
+    def backward(index: jax.Array, gradient: jax.Array, dtype: Any) -> tuple[None, Any]:
         """Differentiate on each device: between two `shard_map`s a stage of a pipeline could hand nothing over."""
         own = tuple(n // placement.ways(split) for n, split in zip(shape, held.splits, strict=True))
 

@@ -187,16 +187,23 @@ class Experts:
     def _partial_after(self, op: Op) -> tuple[str, ...]:
         """Mesh axes over which the first input of `op` is a partial sum."""
         maker = next((o for o in self.ops if o.output.name == op.inputs[0].name), None)
-        return self._partial(maker) if isinstance(maker, Einsum) else ()
+        return () if maker is None else self._partial(maker)
 
     @property
     def _partial_over(self) -> tuple[str, ...]:
-        """Mesh axes over which the last product of the experts is a partial sum."""
-        return self._partial(next(op for op in reversed(self.ops) if isinstance(op, Einsum)))
+        """Mesh axes over which what the experts make is a partial sum."""
+        return self._partial(next(op for op in self.ops if op.output.name == self.combine.inputs[0].name))
 
-    def _partial(self, op: Einsum) -> tuple[str, ...]:
+    def _partial(self, op: Op) -> tuple[str, ...]:
+        """Mesh axes over which `op` makes a partial sum: by what it sums, or from the one that it reads.
+
+        The products of an adapter, which sums less, and what adds it to those of its weight run on partial sums.
+        """
+        if not isinstance(op, Einsum):
+            return self._partial_after(op)
         splits = self.placement.splits(op)
-        return self.placement.split(tuple(m for a in op.contracted for m in splits.get(a, ())))
+        summed = self.placement.split(tuple(m for a in op.contracted for m in splits.get(a, ())))
+        return (*summed, *(m for m in self._partial_after(op) if m not in summed))
 
     @property
     def _split(self) -> tuple[str, ...]:

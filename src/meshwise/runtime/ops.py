@@ -46,6 +46,7 @@ class Surroundings:
         layer: number of the layer that runs among those of its cache, if it has one.
         zigzag: the order of positions, if they are not in their own.
         documents: position with which the document of each token begins [B, T], where it is not its whole sequence.
+        adapter_scale: by which what an adapter gives is multiplied.
     """
 
     numerics: Numerics
@@ -63,6 +64,7 @@ class Surroundings:
     layer: Any = 0
     zigzag: Zigzag | None = None
     documents: jax.Array | None = None
+    adapter_scale: float = 1.0
 
     @property
     def rotary(self) -> Rotary:
@@ -158,6 +160,14 @@ def _add(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     return total
 
 
+def _join(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
+    """What a frozen weight gives, and its adapter: scaled in fp32, so that no format rounds the factor."""
+    base, adapter = inputs
+    if around.adapter_scale == 1.0:
+        return base + adapter
+    return (base.astype(jnp.float32) + around.adapter_scale * adapter.astype(jnp.float32)).astype(base.dtype)
+
+
 def _product(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     """Weigh tokens, slots or biases by gates; a token has one."""
     total: jax.Array = jnp.ones((), jnp.float32)
@@ -246,6 +256,7 @@ def _weigh(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
 _FUNCTIONS: dict[str, Function] = {
     "act": _act,
     "add": _add,
+    "join": _join,
     "product": _product,
     "norm": _norm,
     "rope": _rope,

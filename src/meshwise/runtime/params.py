@@ -21,10 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Block, Einsum, Lookup, Program, Tensor
+from meshwise.jobs.fine_tuning import RANK, is_adapter
 from meshwise.jobs.precision import is_projection
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Watched
+from meshwise.runtime.watched import Frozen, Watched
 from meshwise.sharding import Sharding
 
 
@@ -133,9 +134,11 @@ def _with_keys(segments: list[Segment]) -> tuple[Segment, ...]:
 
 
 def watch(weights: Any, parameters: Any, placement: Placement, dtype: Any) -> Any:
-    """Put sinks of this format beside all weights of a tree whose gradients have another format or shape, or turns."""
+    """Put sinks of this format beside weights whose gradients have another format or shape, or turns; mark frozen."""
 
     def one(parameter: Parameter, w: jax.Array) -> Any:
+        if parameter.tensor.frozen:
+            return Frozen(w)
         shape = parameter.sum_shape(placement)
         alike = (w.shape, w.dtype) == (shape, dtype) and not placement.in_turn
         return w if alike else Watched(w, jnp.zeros(shape, dtype))
@@ -145,6 +148,17 @@ def watch(weights: Any, parameters: Any, placement: Placement, dtype: Any) -> An
 
 #: Key of a run or block -> name of a weight -> what is held for it.
 Tree = dict[str, dict[str, Any]]
+
+
+def trained(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, dict[str, Parameter]]:
+    """The weights that are trained; runs without any are left out."""
+    found = {key: {n: p for n, p in run.items() if not p.tensor.frozen} for key, run in parameters.items()}
+    return {key: run for key, run in found.items() if run}
+
+
+def those_of(tree: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> Tree:
+    """What a tree holds for the weights of another tree."""
+    return {key: {name: tree[key][name] for name in run} for key, run in other.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +222,11 @@ class Parameter:
         x = jax.lax.with_sharding_constraint(x, placement.named(held))
         return self.hold(x, placement, "weights")
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix or a table, not the scale of a norm or a bias."""
+        return self.scale > 0 or is_adapter(self.tensor)
+
     # Its gradient while it is added up: what devices have of their own is numbered behind the layers
 
     def pending(self, placement: Placement) -> tuple[str, ...]:
@@ -268,6 +287,8 @@ def describe_parameters(
 def _initial(t: Tensor, block: Block, sizes: Mapping[str, float], numerics: Numerics) -> tuple[float, float]:
     """Standard deviation of the initial values, and their constant where that is 0."""
     reader = next((op for op in block.ops if any(i.name == t.name for i in op.inputs)), None)
+    if is_adapter(t) and RANK in (reader.contracted if reader else ()):
+        return 0.0, 0.0  # so that an adapter begins as none (Hu et al. 2021, 4.1)
     if isinstance(reader, Einsum):
         return 1 / math.sqrt(math.prod(sizes[a] for a in t.axes if a in reader.contracted) or 1), 0.0
     if isinstance(reader, Lookup):

@@ -20,7 +20,7 @@ import numpy as np
 from meshwise.core.errors import LayoutError
 from meshwise.runtime.params import Tree, watch
 from meshwise.runtime.stages import Kept, PieceRun, Stages, added, of_stages
-from meshwise.runtime.watched import sunk
+from meshwise.runtime.watched import apart, sunk, together
 from meshwise.sharding.layout import Layout
 
 Batch = Mapping[str, jax.Array]
@@ -156,7 +156,7 @@ class _Ticks:
         ends = stages.embedded(self.weights, self.batch["tokens"])
         x = jnp.where(of_stages(stages.numbers == 0), stages.joined(ends[:, 0]), stages.empty)
         kept = stages.places(self._layers, sum(stages.rounds.kept), self._documents(stages.numbers))
-        return _Carry(x, stages.empty, kept, ends, stages.zeros(self.weights), jnp.zeros((), jnp.float32))
+        return _Carry(x, stages.empty, kept, ends, stages.zeros(apart(self.weights)[0]), jnp.zeros((), jnp.float32))
 
     def fill(self, carry: _Carry, t: jax.Array, *, enter: bool = True) -> tuple[_Carry, jax.Array]:
         """Forward only; gives what stages made."""
@@ -195,8 +195,11 @@ class _Ticks:
 
     def end(self, carry: _Carry, t: int) -> tuple[jax.Array, Tree]:
         """The sum of the losses, and all gradients, after the last tick."""
+        own, frozen = apart({"embed": self.weights["embed"]})
+        if not own:
+            return carry.loss, carry.gradients
         ends = self._come_back(carry, jnp.asarray(t))
-        _, embedded = jax.vjp(lambda w: self.stages.embedded(w, self.batch["tokens"]), {"embed": self.weights["embed"]})
+        _, embedded = jax.vjp(lambda w: self.stages.embedded(together(w, frozen), self.batch["tokens"]), own)
         return carry.loss, added(carry.gradients, sunk(embedded(ends)[0]))
 
     def _forward(self, carry: _Carry, t: jax.Array) -> tuple[jax.Array, Mapping[str, Kept]]:

@@ -23,7 +23,7 @@ from meshwise.runtime.circle import Circle
 from meshwise.runtime.collective_matmul import Equation, gathered_products, scattered_products
 from meshwise.runtime.kernels.counted import timed
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Watched, linear, mapped, product, with_gradient
+from meshwise.runtime.watched import Frozen, Watched, linear, mapped, product, with_gradient
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
 
@@ -67,23 +67,26 @@ class PlacedProducts:
 
         Args:
             x: where `input` has it.
-            weights: where `weights` has them, each an array or `Watched`.
+            weights: where `weights` has them, each an array, `Watched` or `Frozen`.
 
         Returns: the results, where `outputs` has them.
         """
         spec, local, name = self.placement.spec, self.placement.local, self.products.moved.name
         held, at, outs = spec(self.input), tuple(map(spec, self.weights)), tuple(map(spec, self.outputs))
         reduced = tuple(self.placement.sum_spec(self.placement.reduced(op.inputs[1].axes)) for op in self.products.ops)
+        trains = not all(isinstance(w, Frozen) for w in weights)
 
         def forward(x: jax.Array, *values: jax.Array) -> tuple[Arrays, Any]:
             with jax.named_scope(name):
                 made, gathered = local(self._forward, (held, at), (outs, spec(self.whole)))(x, values)
-            return made, (gathered if self.again else x, values)
+            return made, ((gathered if self.again else x) if trains else None, values)
 
-        def backward(kept: Any, d_outs: Arrays, *dtypes: Any) -> tuple[jax.Array, ...]:
-            reads = (spec(self.whole) if self.again else held, at, outs)
+        def backward(kept: Any, d_outs: Arrays, *dtypes: Any) -> tuple[Any, ...]:
+            reads = (spec(self.whole) if self.again else held) if trains else None, at, outs
+            made = held, tuple(None if d is None else r for d, r in zip(dtypes, reduced, strict=True))
+            back = partial(self._backward, dtypes=dtypes, dtype=x.dtype)
             with jax.named_scope(f"d_{name}"):
-                d_x, d_weights = local(partial(self._backward, dtypes=dtypes), reads, (held, reduced))(*kept, d_outs)
+                d_x, d_weights = local(back, reads, made)(*kept, d_outs)
             return d_x, *d_weights
 
         return with_gradient(forward, backward, x, *weights)
@@ -106,28 +109,39 @@ class PlacedProducts:
                 return (self._whole(made, equations[0].out) if self.form is Form.REDUCE else made,), x
 
     def _backward(
-        self, x: jax.Array, weights: Arrays, d_outs: Arrays, dtypes: Sequence[Any]
-    ) -> tuple[jax.Array, Arrays]:
-        """Gradients of one device's blocks; those of weights in `dtypes`, where they are accumulated."""
+        self, x: jax.Array | None, weights: Arrays, d_outs: Arrays, dtypes: Sequence[Any], dtype: Any
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Gradients of one device's blocks: of the input in `dtype`, of weights in `dtypes`, where they are added up.
+
+        Frozen weights have none, and `x`, which is read for these, is not there.
+        """
         equations, letter, circle = self.equations, self.letter, self.circle
+        if x is None:
+            return self._of_input(weights, d_outs, dtype), (None,) * len(weights)
         if self.form is Form.SCATTER:
             (equation,) = equations
             both = (equation.transposed_left, equation.transposed_right.swapped)
-            (d_x, d_w), _ = gathered_products(d_outs[0], (*weights, x), both, letter, circle, dtypes=(x.dtype, *dtypes))
+            (d_x, d_w), _ = gathered_products(d_outs[0], (*weights, x), both, letter, circle, dtypes=(dtype, *dtypes))
             return d_x, (self._accumulate(0, d_w),)
         turned = [e.transposed_right for e in equations]
         if self.form is Form.GATHER and not self.again:
             d_weights, _ = gathered_products(x, d_outs, turned, letter, circle, dtypes=dtypes)
         else:
             d_weights = tuple(e.multiply(x, d, t) for e, d, t in zip(turned, d_outs, dtypes, strict=True))
-        back = [e.transposed_left for e in equations]
-        if self.form is Form.REDUCE:
-            d_x = back[0].multiply(d_outs[0], weights[0])
-        else:
-            d_x = scattered_products(d_outs, weights, back, letter, circle, dtype=x.dtype)
-        if self.form is Form.COPY:
-            d_x = self._whole(d_x, equations[0].left)
+        d_x = self._of_input(weights, d_outs, dtype)
         return d_x, tuple(self._accumulate(i, d) for i, d in enumerate(d_weights))
+
+    def _of_input(self, weights: Arrays, d_outs: Arrays, dtype: Any) -> jax.Array:
+        """Gradient of one device's block of the input."""
+        letter, circle, back = self.letter, self.circle, [e.transposed_left for e in self.equations]
+        match self.form:
+            case Form.SCATTER:
+                return gathered_products(d_outs[0], weights, back, letter, circle, dtypes=(dtype,))[0][0]
+            case Form.REDUCE:
+                return back[0].multiply(d_outs[0], weights[0])
+            case _:
+                d_x = scattered_products(d_outs, weights, back, letter, circle, dtype=dtype)
+                return self._whole(d_x, self.equations[0].left) if self.form is Form.COPY else d_x
 
     def _whole(self, shard: jax.Array, letters: str) -> jax.Array:
         return jax.lax.all_gather(shard, AXIS, axis=letters.index(self.letter), tiled=True)
@@ -152,10 +166,10 @@ def _letters(axes: Iterable[str]) -> dict[str, str]:
     return {axis: chr(ord("a") + i) for i, axis in enumerate(dict.fromkeys(axes))}
 
 
-def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched, *, wide: bool = False) -> jax.Array:
+def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched | Frozen, *, wide: bool = False) -> jax.Array:
     """Multiply two arrays over the named axes of an operation; `wide`: into fp32."""
     first, second, out = letters = subscripts(op, op.axes)
-    if isinstance(right, Watched):
+    if isinstance(right, Watched | Frozen):
         return product(letters, left, right)
     return jnp.einsum(f"{first},{second}->{out}", left, right, preferred_element_type=jnp.float32 if wide else None)
 
@@ -177,7 +191,7 @@ _STAGES = frozenset({"stage"})
 def multiply(
     op: Einsum,
     x: jax.Array,
-    w: jax.Array | Watched,
+    w: jax.Array | Watched | Frozen,
     placement: Placement,
     splits: Mapping[str, tuple[str, ...]],
     *,
@@ -194,7 +208,7 @@ def multiply(
 
     Returns: the product, whose partial sums are still to be said complete.
     """
-    if placement.mesh.size == 1 or op.inputs[1].kind is not Kind.WEIGHT:
+    if placement.mesh.size == 1 or op.inputs[1].kind is not Kind.WEIGHT or isinstance(w, Frozen):
         return named_einsum(op, x, w)
     left, right, out = letters = subscripts(op, op.axes)
     held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)

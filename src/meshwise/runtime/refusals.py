@@ -36,10 +36,12 @@ RUNNABLE: dict[str, tuple[str, ...]] = {
     "sgd": (),
 }
 
-#: Elementwise functions that run -> names of the operations that each computes; those that end in "." are beginnings.
+#: Elementwise functions that run -> names of the operations that each computes; those that end in "." are beginnings,
+#: those that begin with it ends.
 ELEMENTWISE: dict[str, tuple[str, ...]] = {
     "act": ("act", "shared.act", "expert.act"),
     "add": ("shared.add", "residual", "residual.attn", "residual.mlp", "add.positions", "bias."),
+    "join": (".add",),
     "product": ("expert.weigh", "weigh", "weigh."),
     "norm": ("norm.",),
     "rope": ("rope.q", "rope.k"),
@@ -54,7 +56,8 @@ ELEMENTWISE: dict[str, tuple[str, ...]] = {
 def elementwise_of(name: str) -> str | None:
     """The function that computes an elementwise operation of this name; None where none does."""
     for function, names in ELEMENTWISE.items():
-        if name in names or name.startswith(tuple(n for n in names if n.endswith("."))):
+        beginnings, ends = (tuple(n for n in names if n[place] == ".") for place in (-1, 0))
+        if name in names or name.startswith(beginnings) or name.endswith(ends):
             return function
     return None
 
@@ -119,8 +122,11 @@ def check_job(job: TrainingJob) -> None:
         raise MeshwiseError(
             f"optimizer {job.optimizer!r} is planned, but not yet executed; use one of {', '.join(RUNNABLE)}"
         )
-    if not job.tuning.full:
-        raise MeshwiseError(f"fine_tune {job.fine_tune!r}: adapters are planned, but not yet executed; use full")
+    if job.tuning.stored is not None:
+        raise MeshwiseError(
+            f"fine_tune {job.fine_tune!r}: frozen weights in {job.tuning.storage} are planned, but not yet executed; "
+            "use lora"
+        )
 
 
 #: Tokens of a page of an engine's cache.

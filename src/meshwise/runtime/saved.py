@@ -19,7 +19,9 @@ import jax
 import numpy as np
 
 from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.jobs.fine_tuning import FULL, parse_fine_tuning
 from meshwise.models import Model, as_published, read_config
+from meshwise.runtime.adapters import Adapters
 from meshwise.runtime.params import Order, Parameter, Tree, by_layer
 from meshwise.runtime.weights import open_weights
 from meshwise.runtime.weights.files import Array
@@ -152,12 +154,27 @@ class SavedWeights:
     model: Model
 
     def arrays(self, names: Collection[str], part: str) -> dict[tuple[str, str, int], Array]:
-        """Read weights whole: (block, name, number of the layer among the block's) -> array.
+        """Read weights whole, adapters merged into theirs: (block, name, number of the layer) -> array.
 
         Args:
             names: of weights.
-            part: of the state, "weights" or "master".
+            part: of the state, "weights" or "master", where frozen weights are not.
         """
+        adapters = self.adapters
+        if adapters is None:
+            return self.stored(names, part)
+        return adapters.merged(self.stored(names, "weights"), self.stored(adapters.names(names), part))
+
+    @cached_property
+    def adapters(self) -> Adapters | None:
+        """What was trained, if that is adapters."""
+        tuning = parse_fine_tuning(str(self.record["job"].get("fine_tune", FULL.name)))
+        return None if tuning.full else Adapters.of(self.model, tuning)
+
+    def stored(self, names: Collection[str], part: str) -> dict[tuple[str, str, int], Array]:
+        """Read arrays of the state; arguments and result as of `arrays`, adapters by themselves."""
+        if not names:
+            return {}
         try:
             return by_layer(self.step.read(part, names)[part], self.record["order"])
         except (OSError, ValueError, KeyError, TypeError) as error:

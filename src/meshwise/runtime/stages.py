@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.costs.schedules import Rounds
 from meshwise.runtime.circle import Circle
+from meshwise.runtime.kept import backward_of, kept_of, restored
 from meshwise.runtime.layers import Layer, Stack, add_at, at_place, put_at, run_segment
 from meshwise.runtime.params import Parameter, Run, Segment, Tree
-from meshwise.runtime.watched import mapped, sunk
+from meshwise.runtime.watched import apart, mapped, sunk, together
 from meshwise.sharding import Sharding
 
 #: Mesh axis of the stages.
@@ -138,7 +139,8 @@ class Stages:
 
     def layers_of(self, weights: Tree) -> Tree:
         """Weights of layers, which stages hold for themselves."""
-        return {run.key: weights[run.key] for segment in self.stack.segments for run in segment.runs}
+        runs = (run.key for segment in self.stack.segments for run in segment.runs)
+        return {key: weights[key] for key in runs if key in weights}
 
     def read_by_head(self, weights: Tree) -> Tree:
         """Weights of the head; tied ones belong to the embedding."""
@@ -209,11 +211,12 @@ class Stages:
         """
         shares = jnp.ones(self.count) if self._deals else (self.numbers == self.count - 1).astype(jnp.float32)
 
-        def one(weights: Tree, y: jax.Array, labels: jax.Array, share: jax.Array) -> jax.Array:
-            return jnp.sum(self.stack.head(weights, y, labels)["loss"]) * share
+        def one(own: Tree, y: jax.Array, frozen: Tree, labels: jax.Array, share: jax.Array) -> jax.Array:
+            return jnp.sum(self.stack.head({"embed": {}} | together(own, frozen), y, labels)["loss"]) * share
 
+        own, frozen = apart(weights)
         each = jax.vmap(jax.value_and_grad(one, argnums=(0, 1)), spmd_axis_name=STAGE)
-        losses, (d_weights, d_y) = each(weights, self.dealt(y), self.dealt_numbers(labels), shares)
+        losses, (d_weights, d_y) = each(own, self.dealt(y), frozen, self.dealt_numbers(labels), shares)
         return jnp.sum(losses), (d_weights, self.joined(self._constrain(d_y)))
 
     def places(self, weights: Tree, count: int, documents: jax.Array | None = None) -> dict[str, Kept]:
@@ -230,7 +233,7 @@ class Stages:
             first = (0,) * len(next(iter(self.parameters[run.key].values())).stack)
 
             def one(x: jax.Array, own: Any, documents: jax.Array | None) -> Any:
-                return _kept(jax.vjp(self._stack(documents).layer(segment, run), x, own)[1], own)
+                return kept_of(backward_of(self._stack(documents).layer(segment, run), x, own)[1], own)
 
             own = jax.eval_shape(lambda own: jax.tree.map(lambda w: w[first], own), weights[run.key])
             each = jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.count, *a.shape), a.dtype), (x, own))
@@ -276,8 +279,8 @@ class Stages:
             def layer(segment: Segment, run: Run, carry: Any, number: jax.Array) -> Any:
                 x, kept = carry
                 own, place = self._at(weights, segment, run, at, number)
-                y, back = jax.vjp(stack.layer(segment, run), x, own)
-                leaves = [self._in_order(leaf) for leaf in jax.tree.leaves(_kept(back, own))]
+                y, back = backward_of(stack.layer(segment, run), x, own)
+                leaves = [self._in_order(leaf) for leaf in jax.tree.leaves(kept_of(back, own))]
                 held = zip(kept[run.key].leaves, leaves, strict=True)
                 written = replace(kept[run.key], leaves=[put_at(to, leaf, place) for to, leaf in held])
                 return (y, {**kept, run.key: written}), None
@@ -305,11 +308,13 @@ class Stages:
                 d_x, here = carry
                 own, place = self._at(weights, segment, run, at, number)
                 leaves = [self._in_order(at_place(leaf, place)) for leaf in kept[run.key].leaves]
-                back = _restored(jax.tree.unflatten(kept[run.key].structure, leaves), own)
+                back = restored(jax.tree.unflatten(kept[run.key].structure, leaves), own)
                 d_x, gradients = back(d_x)
                 found, layer = sunk(gradients), (*self._lead_of(at), *place[1:])
-                totals = {name: add_at(total, found[name], layer) for name, total in here[run.key].items()}
-                return (d_x, {**here, run.key: totals}), {n: g for n, g in found.items() if n not in totals}
+                waiting = {key: here[key] for key in (run.key,) if key in here}
+                added = {k: {n: add_at(t, found[n], layer) for n, t in own.items()} for k, own in waiting.items()}
+                rest = {n: g for n, g in found.items() if n not in added.get(run.key, {})}
+                return (d_x, here | added), rest
 
             # What is reduced is added up when all is there: compilers put off the reductions of a loop that are stored,
             # and no others. The rest where it is made: stored, it would be written and read three times.
@@ -408,32 +413,3 @@ def added(total: Tree, more: Tree) -> Tree:
 def of_stages(chosen: jax.Array) -> jax.Array:
     """One switch for each stage, with the dimensions of a stream behind it."""
     return chosen[:, None, None, None]
-
-
-# What a function that goes back has kept, but for weights, which are read again where they are stored -----------------
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Weight:
-    """In place of a weight: its number among the leaves."""
-
-    number: int
-
-
-def _kept(back: Any, weights: Any) -> Any:
-    leaves = jax.tree.leaves(weights)
-
-    def one(leaf: Any) -> Any:
-        return next((_Weight(number) for number, weight in enumerate(leaves) if leaf is weight), leaf)
-
-    return jax.tree.map(one, back)
-
-
-def _restored(kept: Any, weights: Any) -> Any:
-    leaves = jax.tree.leaves(weights)
-
-    def one(leaf: Any) -> Any:
-        return leaves[leaf.number] if isinstance(leaf, _Weight) else leaf
-
-    return jax.tree.map(one, kept, is_leaf=lambda leaf: isinstance(leaf, _Weight))

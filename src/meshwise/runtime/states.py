@@ -11,24 +11,35 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.runtime.params import by_layer, zeros
+from meshwise.jobs.fine_tuning import is_adapter
+from meshwise.runtime.params import Parameter, Tree, by_layer, initial_values, zeros
 from meshwise.runtime.train import State, TrainStep
+from meshwise.runtime.watched import together
 from meshwise.runtime.weights.loading import LoadableWeights
 
 
-def starting_state(step: TrainStep, published: LoadableWeights) -> State:
+def starting_state(step: TrainStep, published: LoadableWeights, seed: int = 0) -> State:
     """The state before the first step: weights and their master copy from the file, moments of zero.
 
     Args:
         step: the program.
         published: weights of its model, of files or of a saved step.
+        seed: of adapters, which are drawn.
     """
     abstract = step.abstract_state
-    held = {
-        part: published.load(step.parameters, step.layer_order, abstract[part])
-        for part in ("weights", "master")
-        if part in abstract
-    }
+
+    def loaded(part: str) -> Tree:
+        """Read what the file has, and draw adapters."""
+        kinds: tuple[dict[str, dict[str, Parameter]], ...] = ({}, {})
+        for key, run in abstract[part].items():
+            for name in run:
+                p = step.parameters[key][name]
+                kinds[is_adapter(p.tensor)].setdefault(key, {})[name] = p
+        read, drawn = kinds
+        held = published.load(read, step.layer_order, abstract[part]) if read else {}
+        return together(held, initial_values(drawn, seed, abstract[part]))
+
+    held = {part: loaded(part) for part in ("weights", "master") if part in abstract}
     return {**zeros({name: abstract[name] for name in ("step", "moments")}), **held}
 
 
@@ -46,18 +57,20 @@ def rearranged(state: State, order: Mapping[str, Mapping[str, Any]], step: Train
         KeyError: a layer or weight is missing.
     """
 
-    def one(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    def one(tree: Mapping[str, Mapping[str, Any]], abstract: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         apart = by_layer(tree, order)
         return {
             key: {
                 name: np.stack([apart[new["block"], name, n] for n in new["layers"]]).reshape(
                     step.parameters[key][name].shape
                 )
-                for name in step.parameters[key]
+                for name in abstract[key]
             }
             for key, new in step.layer_order.items()
+            if key in abstract
         }
 
-    parts = {name: one(tree) for name, tree in state.items() if name in ("weights", "master")}
-    moments = {name: one(tree) for name, tree in state.get("moments", {}).items()}
+    whole = step.abstract_state
+    parts = {name: one(state[name], tree) for name, tree in whole.items() if name in ("weights", "master")}
+    moments = {name: one(state["moments"][name], own) for name, own in whole["moments"].items()}
     return {"step": np.asarray(state["step"]), **parts, "moments": moments}

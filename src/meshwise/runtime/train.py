@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Route
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.own_program import keeps_products, writes_layers_out
-from meshwise.jobs import TrainingJob
+from meshwise.jobs import TrainingJob, with_adapters
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
@@ -36,6 +37,8 @@ from meshwise.runtime.params import (
     initial_values,
     layer_order,
     plan_segments,
+    those_of,
+    trained,
     zeros,
 )
 from meshwise.runtime.pipeline import piece_order
@@ -49,6 +52,7 @@ from meshwise.runtime.refusals import (
     check_model,
 )
 from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import together
 from meshwise.runtime.zigzag import Zigzag
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
@@ -85,6 +89,11 @@ class TrainStep:
         """Devices, in a grid of those mesh axes of the layout that have more than one, outermost first."""
         return self.stack.placement.mesh
 
+    @cached_property
+    def trained(self) -> Mapping[str, Mapping[str, Parameter]]:
+        """The parameters that are not frozen: those with gradients, moments and a master copy."""
+        return trained(self.parameters)
+
     @property
     def layer_order(self) -> Order:
         """The layers that each run of the program holds, as JSON values."""
@@ -95,16 +104,16 @@ class TrainStep:
         """Shapes, formats and shardings of the training state.
 
         Keys: "weights" (run -> name -> array), "master" likewise where the precision has one, "moments" (name of the
-        moment -> run -> name -> array), "step" (int32).
+        moment -> run -> name -> array), "step" (int32). Frozen weights are among the first alone.
         """
         formats = self.job.formats
         state: State = {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)}
-        state["weights"] = self._abstract("weights", dtype_of(formats.weights))
+        state["weights"] = self._abstract(self.parameters, "weights", formats.weights)
         if formats.master is not None:
-            state["master"] = self._abstract("optimizer", dtype_of(formats.master))
+            state["master"] = self._abstract(self.trained, "optimizer", formats.master)
         state["moments"] = {
             name: self._abstract(
-                "optimizer", dtype_of(formats.second_moments if name == "variance" else formats.moments)
+                self.trained, "optimizer", formats.second_moments if name == "variance" else formats.moments
             )
             for name in self._moments
         }
@@ -163,10 +172,12 @@ class TrainStep:
         abstract = self.abstract_state
         state: State = {"step": zeros(abstract["step"]), "moments": zeros(abstract["moments"])}
         if "master" in abstract:
-            state["master"] = initial_values(self.parameters, seed, abstract["master"])
-            state["weights"] = cast(state["master"], abstract["weights"])
+            state["master"] = initial_values(self.trained, seed, abstract["master"])
+            own = cast(state["master"], those_of(abstract["weights"], self.trained))
         else:
-            state["weights"] = initial_values(self.parameters, seed, abstract["weights"])
+            own = initial_values(self.trained, seed, those_of(abstract["weights"], self.trained))
+        frozen = {key: {n: p for n, p in run.items() if p.tensor.frozen} for key, run in self.parameters.items()}
+        state["weights"] = together(own, initial_values(frozen, seed, abstract["weights"]))
         return state
 
     @property
@@ -192,9 +203,9 @@ class TrainStep:
     def _moments(self) -> tuple[str, ...]:
         return RUNNABLE[self.constants.name]
 
-    def _abstract(self, part: str, dtype: Any) -> Tree:
-        placement = self.stack.placement
-        return jax.tree.map(lambda p: p.abstract(placement, part, dtype), self.parameters)
+    def _abstract(self, parameters: Mapping[str, Mapping[str, Parameter]], part: str, format_: DType) -> Tree:
+        placement, dtype = self.stack.placement, dtype_of(format_)
+        return jax.tree.map(lambda p: p.abstract(placement, part, dtype), parameters)
 
     def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         total = int(self.layout.sequences * self.job.seq_len)
@@ -208,7 +219,7 @@ class TrainStep:
         if self.constants.clip is not None:
             with jax.named_scope("clip"):
                 gradients, metrics["gradient_norm"] = clipped(gradients, self.constants.clip)
-        step, kept = state["step"] + 1, state.get("master", state["weights"])
+        step, weights = state["step"] + 1, those_of(state["weights"], self.trained)
         moments = {name: state["moments"][name] for name in self._moments}
 
         def one(parameter: Parameter, weight: jax.Array, kept: jax.Array, gradient: jax.Array, *old: jax.Array) -> Any:
@@ -217,19 +228,21 @@ class TrainStep:
             def held(x: jax.Array, part: str) -> jax.Array:
                 return parameter.hold(x, self.stack.placement, part)
 
-            named, constants = dict(zip(moments, old, strict=True)), self.constants.of(is_matrix=parameter.scale > 0)
+            named, constants = dict(zip(moments, old, strict=True)), self.constants.of(is_matrix=parameter.is_matrix)
             new, changed = update(constants, held(kept, "optimizer"), held(gradient, "optimizer"), named, step)
             made = {name: held(value.astype(named[name].dtype), "optimizer") for name, value in changed.items()}
             stored = parameter.gathered(held(new.astype(weight.dtype), "optimizer"), self.stack.placement)
             return made | {"weights": stored, "master": held(new.astype(kept.dtype), "optimizer")}
 
         with jax.named_scope("update"):
-            made = jax.tree.map(one, self.parameters, state["weights"], kept, gradients, *moments.values())
+            kept = state.get("master", weights)
+            made = jax.tree.map(one, self.trained, weights, kept, gradients, *moments.values())
 
         def part(name: str) -> Tree:
             return {key: {own: found[name] for own, found in run.items()} for key, run in made.items()}
 
         new = {name: part(name) for name in ("weights", "master") if name in state}
+        new["weights"] = together(state["weights"], new["weights"])
         return new | {"step": step, "moments": {name: part(name) for name in moments}}, metrics
 
 
@@ -265,7 +278,7 @@ def train_step(
     once = () if at_once or layout.fully_sharded or layout.zero >= 2 else _WHOLE
     reduces = "optimizer" if at_once else "gradients"
     placement = Placement(mesh, LayoutChoices.of(layout).strategy, reduces=reduces, once=once)
-    program = model.train_program()
+    program = with_adapters(model.train_program(), job.tuning)
     if documents:
         check_documents(program)
     sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
@@ -276,7 +289,7 @@ def train_step(
         order = piece_order(order, layout)
         remat_layers = None if remat_layers is None else remat_layers // pieces
     policy = remat_policy(layout.remat)
-    segments = plan_segments(order, remat_layers, keeps=keeps_products(program, policy))
+    segments = plan_segments(order, remat_layers, keeps=keeps_products(model.train_program(), policy))
     around = Surroundings(
         numerics,
         activations=dtype_of(job.formats.activations),
@@ -286,9 +299,10 @@ def train_step(
         expert_dispatch=layout.dispatch(dropless=job.capacity_factor is None, grouped=placement.has_grouped_products),
         loss=layout.loss,
         zigzag=Zigzag.of(program, placement, int(job.seq_len)),
+        adapter_scale=job.tuning.scale,
     )
     alone = layout.stage == 1 and layout.num_microbatches == 1
-    unroll = placement.is_nvidia and alone and writes_layers_out(program, policy)
+    unroll = placement.is_nvidia and alone and writes_layers_out(model.train_program(), policy)
     stack = Stack(program, around, segments, placement, policy, unroll=unroll)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()

@@ -1,12 +1,12 @@
 """Functions with gradients of our own; and weights whose gradients are wider than what they are multiplied in.
 
-Beside such a weight stands a sink of zeros in the wider format: nothing reads it, and its gradient is the weight's. Not
-here: formats of accumulators (`gradients`).
+Beside such a weight stands a sink of zeros in the wider format: nothing reads it, and its gradient is the weight's.
+Frozen weights are marked, so that no gradient of theirs is made. Not here: formats of accumulators (`gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,8 +33,36 @@ class Watched:
     sink: jax.Array
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=())
+@dataclass(frozen=True)
+class Frozen:
+    """A weight that is not trained: it has no gradient, and none is made."""
+
+    value: jax.Array
+
+
+#: Run -> name of a weight -> what is held for it.
+_Tree = Mapping[str, Mapping[str, Any]]
+
+
+def apart(weights: _Tree) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Weights that are trained, and frozen ones; runs that have none of a kind are left out there."""
+    found: tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]] = ({}, {})
+    for key, run in weights.items():
+        for name, w in run.items():
+            found[isinstance(w, Frozen)].setdefault(key, {})[name] = w
+    return found
+
+
+def together(one: _Tree, other: _Tree) -> dict[str, dict[str, Any]]:
+    """The way back."""
+    return {key: {**one.get(key, {}), **other.get(key, {})} for key in {**one, **other}}
+
+
 def mapped(w: Any, change: Callable[[jax.Array], Any], of_sink: Callable[[jax.Array], Any] | None = None) -> Any:
     """Change a weight; of a watched one the sink, too: alike, unless another function is given."""
+    if isinstance(w, Frozen):
+        return Frozen(change(w.value))
     return Watched(change(w.value), (of_sink or change)(w.sink)) if isinstance(w, Watched) else change(w)
 
 
@@ -48,7 +76,9 @@ def sunk(gradients: Any) -> Any:
 
 
 def plain(w: Any) -> Any:
-    """A watched weight as one array in the wider format; anything else unchanged."""
+    """A watched weight as one array in the wider format, a frozen one without gradient; anything else unchanged."""
+    if isinstance(w, Frozen):
+        return jax.lax.stop_gradient(w.value)
     return jax.lax.stop_gradient(w.value).astype(w.sink.dtype) + w.sink if isinstance(w, Watched) else w
 
 
@@ -62,12 +92,17 @@ def linear(apply: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Call
 def values_together(weights: Any) -> Any:
     """A tree of weights, none of whose values is read before all are there; gradients pass."""
 
-    def is_watched(w: Any) -> bool:
-        return isinstance(w, Watched)
+    def is_marked(w: Any) -> bool:
+        return isinstance(w, Watched | Frozen)
 
-    values = jax.tree.map(lambda w: w.value if is_watched(w) else w, weights, is_leaf=is_watched)
+    def again(w: Any, value: jax.Array) -> Any:
+        if isinstance(w, Frozen):
+            return Frozen(jax.lax.stop_gradient(value))
+        return Watched(value, w.sink) if isinstance(w, Watched) else value
+
+    values = jax.tree.map(lambda w: w.value if is_marked(w) else w, weights, is_leaf=is_marked)
     values = linear(jax.lax.optimization_barrier, lambda gradient: gradient)(values)
-    return jax.tree.map(lambda w, v: Watched(v, w.sink) if is_watched(w) else v, weights, values, is_leaf=is_watched)
+    return jax.tree.map(again, weights, values, is_leaf=is_marked)
 
 
 def with_gradient(
@@ -79,19 +114,21 @@ def with_gradient(
 ) -> Any:
     """Apply a function of activations and weights with gradients of our own; watched weights get theirs in sinks.
 
+    Frozen weights have no gradient: their format is None, and so is what `backward` gives for them.
+
     Args:
         forward: (activations, *values of weights) -> (result, what the backward pass reads).
         backward: (what it reads, gradient of the result, *formats of the weights' gradients) -> gradients of the
             activations and of each weight.
         x: activations, a tree of arrays.
-        weights: each an array or `Watched`.
+        weights: each an array, `Watched` or `Frozen`.
         alone: (activations, *values of weights) -> result, where no gradient is asked for; else `forward` makes it.
 
     Returns: the result.
     """
-    values = tuple(w.value if isinstance(w, Watched) else w for w in weights)
+    values = tuple(w.value if isinstance(w, Watched) else plain(w) for w in weights)
     sinks = tuple(w.sink if isinstance(w, Watched) else None for w in weights)
-    formats = [value.dtype if sink is None else sink.dtype for value, sink in zip(values, sinks, strict=True)]
+    formats = [gradient_format(w) for w in weights]
 
     def back(kept: Any, gradient: Any) -> tuple[Any, ...]:
         d_x, *found = backward(kept, gradient, *formats)
@@ -104,10 +141,17 @@ def with_gradient(
     return function(x, values, sinks)
 
 
+def gradient_format(w: Any) -> Any:
+    """Format in which the gradient of a weight is made; None where it is frozen."""
+    if isinstance(w, Frozen):
+        return None
+    return w.sink.dtype if isinstance(w, Watched) else w.dtype
+
+
 def product(
     letters: tuple[str, str, str],
     x: jax.Array,
-    w: jax.Array | Watched,
+    w: jax.Array | Watched | Frozen,
     weight_gradient: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]] | None = None,
     *,
     first: bool = False,
@@ -124,6 +168,8 @@ def product(
         after: whether the gradient of `w` is made after that of `x`, which alone reads `w`: both are never held.
     """
     left, right, out = letters
+    if isinstance(w, Frozen):  # nothing but `w` is kept for the backward pass
+        return jnp.einsum(f"{left},{right}->{out}", x, plain(w))
 
     def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return jnp.einsum(f"{left},{right}->{out}", x, w), (x, w)
