@@ -14,8 +14,9 @@ import pytest
 
 from meshwise.core.tensors import Einsum
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import evaluate, evaluate_local, local_prices, whole_extents
+from meshwise.costs.evaluate import evaluate
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.local import evaluate_local, local_prices, whole_extents
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster

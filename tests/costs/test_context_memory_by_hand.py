@@ -5,8 +5,9 @@ import math
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import evaluate, evaluate_local, local_prices
+from meshwise.costs.evaluate import evaluate
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.local import evaluate_local, local_prices
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import whole_extents
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.local import whole_extents
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

@@ -10,9 +10,9 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration
 from meshwise.costs.estimate import evaluate_layout, layout_candidate
-from meshwise.costs.evaluate import evaluate_local, local_prices
 from meshwise.costs.fitted import BEST_MATMULS, SOFTWARE, find_calibration, fitted_calibration
 from meshwise.costs.hidden import hidden
+from meshwise.costs.local import evaluate_local, local_prices
 from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshwise.costs.evaluate import evaluate_local_memory, local_prices
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.layout_choices import LocalSizes
+from meshwise.costs.local import evaluate_local_memory, local_prices
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

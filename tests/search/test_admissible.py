@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.evaluate import evaluate_passes, local_prices
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import fitted_calibration
+from meshwise.costs.local import evaluate_passes, local_prices
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.weight_traffic import state_sums, weight_choices
 from meshwise.hardware import parse_cluster

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate
-from meshwise.costs.evaluate import evaluate_local, local_prices
 from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.local import evaluate_local, local_prices
 from meshwise.costs.lower import Lowered, Symbolic
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import tools_for

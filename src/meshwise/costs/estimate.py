@@ -13,9 +13,10 @@ from functools import lru_cache
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention, Einsum, Fused
 from meshwise.core.units import format_bytes, format_time
-from meshwise.costs.evaluate import Costs, Local, evaluate
+from meshwise.costs.evaluate import Costs, evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.local import Local
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, fills, num_layers

@@ -5,32 +5,26 @@ A single estimate and a whole search run this same code. Not here: which candida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
-from meshwise.costs.arithmetic import Num, is_one, maximum, minimum, some
-from meshwise.costs.compute import OperationPrices, PassCompute
+from meshwise.costs.arithmetic import Num, is_one, maximum, some
 from meshwise.costs.ends import own_positions
-from meshwise.costs.extents import CHUNK_AXIS, Extents
-from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
+from meshwise.costs.extents import Extents
+from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.local import LocalBlock, evaluate_local, local_prices, repeats_whole, whole_extents
 from meshwise.costs.lower import LoweredTrainingBlock
-from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
+from meshwise.costs.memory import StageMemory, fullest, stage_memories
 from meshwise.costs.memory_plan import UpdatePlan
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.overlap import RoleSums, role_sums
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.routing import dropless_capacity, expert_load
 from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
 from meshwise.costs.traffic import CollectiveTemplate
-from meshwise.sharding.layout import CHUNK_POSITIONS
 from meshwise.sharding.placed import Purpose
-
-#: Slots of an expert that a device has room for, where no token may be dropped and none is known before it comes:
-#: programs of XLA have shapes that are known beforehand.
-_CAPACITY = "capacity"
 
 #: Purposes of what moves for the activations of a microbatch.
 _OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
@@ -53,123 +47,6 @@ class Costs:
     host_memory: Mapping[str, Num] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBlock:
-    """What depends only on the sizes in `LocalSizes`.
-
-    Args:
-        passes: compute, as in `BlockTime`.
-        sent: bytes of collectives, by their `cost`.
-        memory: activations.
-    """
-
-    passes: Mapping[str, PassCompute]
-    sent: Mapping[int, Num]
-    memory: LocalMemory
-
-
-#: Sizes of single layouts whose prices a problem keeps.
-_MOST_PRICES = 64
-
-#: Of all blocks of a program.
-Local = tuple[LocalBlock, ...]
-
-
-def evaluate_local(
-    problem: TrainingProblem,
-    structure: LayoutChoices,
-    prices: OperationPrices,
-    known: Sequence[LocalBlock] | None = None,
-    memories: Sequence[LocalMemory] | None = None,
-    *,
-    looped: Num = 0.0,
-) -> tuple[LocalBlock, ...]:
-    """Price what one device does on its own: operations, activations, and the bytes of most collectives.
-
-    A search calls it once for the few distinct sizes there are.
-
-    Args:
-        problem, structure: as in `evaluate`.
-        prices: from `local_prices`, for this structure or for another one that splits experts alike.
-        known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
-            operations and activations are the same.
-        memories: from `evaluate_local_memory`, where they are known.
-        looped: of the sizes.
-    """
-    blocks, extents = problem.lowered.training(structure), prices.extents
-    if memories is None:
-        memories = evaluate_local_memory(problem, structure, prices) if known is None else [b.memory for b in known]
-    if known is None:
-        each = zip(blocks, evaluate_passes(problem, structure, prices), memories, strict=True)
-        bounded = prices.bounded
-        copied = partial(problem.with_copies, structure, looped=looped, bounded=bounded)
-        passes = [copied(b, p, memory.kept) for b, p, memory in each]
-    else:
-        passes = [dict(b.passes) for b in known]
-    return tuple(
-        LocalBlock(own, {one.cost: one.bytes(extents) for one in b.collectives if one.local}, memory)
-        for own, b, memory in zip(passes, blocks, memories, strict=True)
-    )
-
-
-def evaluate_passes(
-    problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices
-) -> list[dict[str, PassCompute]]:
-    """The passes alone of `evaluate_local`, of each block, without copies of what is kept; arguments as there."""
-    return [_passes(problem, structure, b, prices) for b in problem.lowered.training(structure)]
-
-
-def evaluate_local_memory(
-    problem: TrainingProblem, structure: LayoutChoices, prices: OperationPrices, role: str = ""
-) -> tuple[LocalMemory, ...]:
-    """The memory alone of `evaluate_local`, arguments as there: of all blocks, or of those of one role."""
-    extents = held_extents(prices.extents)
-    blocks = (b for b in problem.lowered.training(structure) if role in ("", b.role))
-    return tuple(_local_memory(problem, b, extents) for b in blocks)
-
-
-def held_extents(extents: Extents) -> Extents:
-    """The same for what is held: rows of experts have space for all that could come, where programs drop none."""
-    if _CAPACITY not in extents.sizes:
-        return extents
-    return Extents(extents.symbols, {**extents.sizes, "C": extents.sizes[_CAPACITY]}, extents.mesh)
-
-
-def local_prices(
-    problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, *, bounded: bool = True
-) -> OperationPrices:
-    """Prices of what one device does on its own, each worked out when it is first asked for.
-
-    Of the structure, only whether experts are split over tensors matters: all others share them.
-
-    Args:
-        problem, structure, bounded: as in `evaluate`.
-        sizes: floats or arrays.
-    """
-
-    def made() -> OperationPrices:
-        extents = local_extents(problem, structure, sizes)
-        ops, rates = problem.lowered.ops.values, problem.compute_rates
-        return OperationPrices(ops, extents, rates, bounded=bounded, leaves=problem.xla_leaves if bounded else None)
-
-    own = sizes.micro_batch, sizes.context, sizes.ulysses, sizes.expert, sizes.tensor
-    if not all(isinstance(size, float | int) for size in own):
-        return made()
-    # Layouts that differ elsewhere share them: an estimate is often one of several.
-    known, key = problem.operation_prices, (structure.expert_tensor_parallel, bounded, *map(float, own))
-    prices = known.get(key)
-    if prices is None:
-        if len(known) >= _MOST_PRICES:
-            known.clear()
-        prices = known[key] = made()
-    return prices
-
-
-def repeats_whole(problem: TrainingProblem, structure: LayoutChoices) -> bool:
-    """Whether layers that are recomputed are repeated to their end."""
-    return problem.calibration.repeats_whole and structure.remat == "full"
-
-
 def _block_time(
     problem: TrainingProblem,
     structure: LayoutChoices,
@@ -183,59 +60,6 @@ def _block_time(
     part = b.part(structure, share)
     repeats = repeats_whole(problem, structure) and bool(b.passes["recompute"])
     return BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(sent), own.sent, repeats)
-
-
-def _passes(
-    problem: TrainingProblem, structure: LayoutChoices, b: LoweredTrainingBlock, prices: OperationPrices
-) -> dict[str, PassCompute]:
-    """Price the passes of a block; where the software repeats a whole layer, that is what recomputation takes."""
-    passes = {name: prices.pass_compute(ops) for name, ops in b.passes.items()}
-    if repeats_whole(problem, structure) and b.passes["recompute"]:
-        forward, needed = passes["forward"], passes["recompute"]  # bounds count what is needed
-        passes["recompute"] = replace(
-            needed,
-            seconds=maximum(forward.seconds, needed.seconds),
-            serial_seconds=maximum(forward.serial_seconds, needed.serial_seconds),
-            attention_seconds=forward.attention_seconds,
-        )
-    if prices.own and prices.own.makes_as_read(b.role, "backward"):
-        passes["backward"] = prices.products_alone(b.passes["backward"])
-    return passes
-
-
-def _local_memory(problem: TrainingProblem, b: LoweredTrainingBlock, extents: Extents) -> LocalMemory:
-    bucketed = problem.bucketed and b.placed.block.role == "layer"
-    return local_memory(b.memory, extents, problem.calibration, bucketed=bucketed)
-
-
-def local_extents(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes) -> Extents:
-    """Lengths of one microbatch on one device, where no weight is split over data and fsdp."""
-    bound = _bound(problem, structure, sizes, sizes.micro_batch * sizes.expert)
-    return Extents(problem.lowered.symbols, bound, {"data": 1.0, "fsdp": 1.0, **sizes.mesh})
-
-
-def whole_extents(problem: TrainingProblem, structure: LayoutChoices, c: Candidates) -> Extents:
-    """Lengths on the whole mesh: B is the sequences of one microbatch over all devices."""
-    bound = _bound(problem, structure, c.local, c.micro_batch * c.replicas)
-    return Extents(problem.lowered.symbols, bound, c.mesh)
-
-
-def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, sequences: Num) -> dict[str, Num]:
-    """Sizes of all axes for a number of sequences; slots of experts are those of the busiest device."""
-    program = problem.train_program()
-    bound = program.bind(batch=sequences, queries=problem.job.seq_len)
-    if "C" in bound:
-        devices = sizes.expert if structure.expert_tensor_parallel else sizes.expert * sizes.tensor
-        shards = sizes.context * sizes.ulysses * (devices / sizes.expert)
-        tokens = sizes.micro_batch * problem.job.seq_len / shards
-        experts, chosen = bound["E"], bound["top_k"]
-        scatter = (experts - chosen) / max(experts - 1, 1)  # a token's experts differ
-        if problem.has_dropless_capacity:
-            bound[_CAPACITY] = bound["C"] * dropless_capacity(experts, chosen, devices)
-        bound["C"] = bound["C"] * expert_load(problem.job, tokens * chosen, devices, scatter=scatter)
-    positions = problem.job.seq_len / (sizes.context * sizes.ulysses)
-    bound[CHUNK_AXIS] = minimum(positions, maximum(CHUNK_POSITIONS / sizes.micro_batch, 1.0))
-    return bound
 
 
 def evaluate(
@@ -416,10 +240,19 @@ def offloaded(costs: Costs, which: Iterable[str], share: Num = 1.0, *, ledger: L
     return Costs(offload_time(costs.step, costs.host, parts, share, ledger), memory, costs.host, host_memory)
 
 
+class ActivationPrices(CollectivePrices):
+    """Prices of collectives, and the sums of the blocks that all remat policies share: all but layers."""
+
+    @cached_property
+    def sums(self) -> dict[tuple[int, ...], Mapping[str, RoleSums]]:
+        """By role, by the numbers of these blocks."""
+        return {}
+
+
 def evaluate_activations(
     problem: TrainingProblem,
     structure: LayoutChoices,
-    prices: CollectivePrices,
+    prices: ActivationPrices,
     local: tuple[LocalBlock, ...],
 ) -> Mapping[str, RoleSums]:
     """Sums of one microbatch, by role, of a step whose weights, gradients, optimizer and sends take no time.
@@ -434,8 +267,12 @@ def evaluate_activations(
         prices: of collectives, whose links are those of the groups along the axes of `LocalSizes`; shared by structures
             that split experts alike, on the same links.
     """
-    times = []
-    for b, own in zip(problem.lowered.training(structure), local, strict=True):
+    blocks, times = problem.lowered.training(structure), []
+    others = tuple([b.number for b in blocks if b.role != "layer"])
+    known = prices.sums.get(others, {})
+    for b, own in zip(blocks, local, strict=True):
+        if b.role in known:
+            continue
         # Gradients of learned positions are summed over replicas, too: no bound counts them.
         moving = (
             one
@@ -443,4 +280,7 @@ def evaluate_activations(
             if one.local and one.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(one.key.mesh_axes)
         )
         times.append(_block_time(problem, structure, b, own, share=1.0, sent=moving))
-    return role_sums(times, prices)[0]
+    sums = role_sums(times, prices)[0]
+    if not known:
+        prices.sums[others] = {role: own for role, own in sums.items() if role != "layer"}
+    return {b.role: known.get(b.role) or sums[b.role] for b in blocks}

@@ -25,14 +25,9 @@ from meshwise.costs.breakdown import (
 from meshwise.costs.collectives import schedules, wire_time
 from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
-from meshwise.costs.evaluate import (
-    held_extents,
-    local_prices,
-    repeats_whole,
-    whole_extents,
-)
 from meshwise.costs.extents import NEVER_PADDED, Extents
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.local import held_extents, local_prices, repeats_whole, whole_extents
 from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.costs.paths import Path, paths

@@ -14,7 +14,7 @@ from meshwise.core.tensors import Attention, Block
 from meshwise.costs.alone import AttentionShape
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.estimate import layout_candidate
-from meshwise.costs.evaluate import local_prices
+from meshwise.costs.local import local_prices
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.costs.problem import TrainingProblem
 from meshwise.sharding.layout import Layout

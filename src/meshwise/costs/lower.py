@@ -160,7 +160,8 @@ class Lowered:
         if key not in self._of_training:
             named = replace(block, name=f"{block.name} (all kept)") if rest else block
             one = self.symbolic.training(self._copies[number], choices)
-            self._of_training[key] = replace(one, placed=replace(one.placed, block=named), one=one, rest=rest)
+            placed, number = replace(one.placed, block=named), len(self._of_training)
+            self._of_training[key] = replace(one, placed=placed, one=one, rest=rest, number=number)
         return self._of_training[key]
 
     def between_stages(self, choices: LayoutChoices, sent: Iterable[Tensor]) -> WeightedSum:
@@ -241,11 +242,13 @@ class LoweredTrainingBlock(LoweredBlock):
     Args:
         rest: whether it stands for the copies that a partial remat policy leaves out.
         chunked: whether it is a head that makes its logits in chunks.
+        number: of the block among those that were lowered of its program.
         computes_as: the same block with gathers, where its keys and values go round in a ring.
     """
 
     rest: bool = False
     chunked: bool = False
+    number: int = field(default=-1, repr=False, compare=False)
     computes_as: LoweredTrainingBlock | None = field(default=None, repr=False, compare=False)
 
     @LocalPart

@@ -16,9 +16,10 @@ import numpy as np
 
 from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.units import format_bytes, format_percent, format_time
-from meshwise.costs.evaluate import Costs, evaluate, evaluate_local, local_prices
+from meshwise.costs.evaluate import Costs, evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.local import evaluate_local, local_prices
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload

@@ -16,13 +16,13 @@ import numpy as np
 
 from meshwise.costs.arithmetic import Num, array, joined, take
 from meshwise.costs.ends import End, pipeline_ends
-from meshwise.costs.evaluate import evaluate_activations, rates_of
+from meshwise.costs.evaluate import ActivationPrices, evaluate_activations, rates_of
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import STATE_CLASSES
 from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
 from meshwise.costs.pipeline import Part, Pipeline, Shares, device_shares, num_layers
-from meshwise.costs.step import CollectivePrices, Wires
+from meshwise.costs.step import Wires
 from meshwise.costs.step_time import passes_makespan
 from meshwise.costs.weight_traffic import evaluate_weight_state
 from meshwise.search.candidates import (
@@ -109,7 +109,7 @@ class Bounds:
         self.per_token = array(shards / (candidates.micro_batch * chips * self.problem.job.seq_len))  # by key
         self._weight_state = WeightColumns(network, self._evaluate_state, lambda: np.arange(len(table.meshes)))
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
-        self._sums, self._prices = Recent[Mapping[str, RoleSums]](4), Recent[CollectivePrices](2)
+        self._sums, self._prices = Recent[Mapping[str, RoleSums]](4), Recent[ActivationPrices](2)
         plain = {v.with_remat(): v for v in network.variants}
         axis = partial(table.axis, at=first)
         self._meant = {own: v.means(axis) for own, v in plain.items()}
@@ -401,11 +401,11 @@ class Bounds:
         prices = self._prices(key, lambda: self.prices(choices, self.ideal.at(sizes)))
         return self._sums((choices, key), lambda: self.sums(sizes, prices, choices))
 
-    def prices(self, choices: LayoutChoices, links: Wires) -> CollectivePrices:
+    def prices(self, choices: LayoutChoices, links: Wires) -> ActivationPrices:
         """Prices of collectives on given links, for all choices that split experts alike."""
-        return CollectivePrices(rates_of(self.problem, choices, links, bounded=False), None)
+        return ActivationPrices(rates_of(self.problem, choices, links, bounded=False), None)
 
-    def sums(self, sizes: Index, prices: CollectivePrices, choices: LayoutChoices) -> Mapping[str, RoleSums]:
+    def sums(self, sizes: Index, prices: ActivationPrices, choices: LayoutChoices) -> Mapping[str, RoleSums]:
         """Sums of one microbatch of some of the table's sizes."""
         return evaluate_activations(self.problem, choices, prices, self.network.blocks(choices, sizes))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from meshwise.costs.evaluate import evaluate_passes, local_prices
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
+from meshwise.costs.local import evaluate_passes, local_prices
 from meshwise.costs.problem import TrainingProblem
 from meshwise.search.candidates import Choices, compute_variants
 from meshwise.search.network import LocalTables

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from meshwise.costs.arithmetic import Num, maximum
-from meshwise.costs.compute import OperationPrices
-from meshwise.costs.evaluate import (
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
+from meshwise.costs.local import (
     LocalBlock,
+    LocalPrices,
     evaluate_local,
     evaluate_local_memory,
     evaluate_passes,
     local_prices,
     repeats_whole,
 )
-from meshwise.costs.fabric import Fabric
-from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.memory import LocalMemory
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.weight_traffic import weight_choices
@@ -130,7 +130,12 @@ class SearchedNetwork:
     def weights(self) -> tuple[tuple[LayoutChoices, ...], Index]:
         """Choices whose weights differ, and which of them stands for each of the choices."""
         numbers: dict[LayoutChoices, int] = {}
-        number = [numbers.setdefault(weight_choices(c), len(numbers)) for c in self.choices]
+        alike: dict[LayoutChoices, list[int]] = {}  # of those that are stored in the same ways
+        number: list[int] = []
+        for v in self.variants:
+            if (plain := weight_choices(v.own)) not in alike:
+                alike[plain] = [numbers.setdefault(weight_choices(c), len(numbers)) for c in v.stored]
+            number += alike[plain]
         return tuple(numbers), np.array(number)
 
     @cached_property
@@ -190,7 +195,7 @@ class LocalTables:
         self._memory: dict[LayoutChoices, RowTable[tuple[LocalMemory, ...]]] = {}
         self._heads: dict[LayoutChoices, RowTable[LocalMemory]] = {}
         self._busy: dict[LayoutChoices, RowTable[Array]] = {}
-        self._prices = Recent[OperationPrices](2)
+        self._prices = Recent[LocalPrices](2)
         self._possible: dict[object, _Possible] = {}
         self.ideal: dict[object, float] = {}  # chip-seconds of a token that none of these undercuts
         self._values: dict[object, dict[str, dict[object, None]]] = {}  # name of a choice -> what it may be
@@ -295,8 +300,8 @@ class LocalTables:
     def _evaluate_head(self, choices: LayoutChoices, numbers: Index) -> LocalMemory:
         return evaluate_local_memory(self.problem, choices, self._priced(choices, numbers), "head")[0]
 
-    def _priced(self, choices: LayoutChoices, numbers: Index) -> OperationPrices:
-        def made() -> OperationPrices:
+    def _priced(self, choices: LayoutChoices, numbers: Index) -> LocalPrices:
+        def made() -> LocalPrices:
             sizes = LocalSizes(*(column[numbers] for column in self._sizes))
             return local_prices(self.problem, choices, sizes, bounded=False)
 

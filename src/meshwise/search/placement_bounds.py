@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import Condition, Num, joined, maximum, minimum, take, where
-from meshwise.costs.evaluate import local_extents, rates_of
+from meshwise.costs.evaluate import ActivationPrices, rates_of
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.local import local_extents
 from meshwise.costs.overlap import RoleSums, Sums
 from meshwise.costs.routing import Routing
 from meshwise.costs.step import CollectivePrices, Wires
@@ -203,7 +204,7 @@ class PlacementBounds:
             return joined([found for found, _ in each], lengths), index
         # Each variant for what any has: so those that differ in remat alone share prices, and parts of mixes.
         sizes, links = size[first], self.mappings.links(mapping[first])
-        prices = dict[LayoutChoices, CollectivePrices]()
+        prices = dict[LayoutChoices, ActivationPrices]()
         known = dict[LayoutChoices, Mapping[str, RoleSums]]()
 
         def sums(choices: LayoutChoices) -> Mapping[str, RoleSums]:

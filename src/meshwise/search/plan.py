@@ -20,9 +20,9 @@ from meshwise.core.files import parse_json
 from meshwise.core.units import format_time
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
-from meshwise.costs.evaluate import Local
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
+from meshwise.costs.local import Local
 from meshwise.costs.problem import STEPS, ServingProblem, TrainingProblem, check_context
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import ServingLoad, TrainingJob

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.costs.evaluate import LocalBlock, evaluated, offloaded
+from meshwise.costs.evaluate import evaluated, offloaded
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.local import LocalBlock
 from meshwise.costs.memory import StageMemory
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem

@@ -13,10 +13,10 @@ import numpy as np
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.arithmetic import take
-from meshwise.costs.compute import OperationPrices
 from meshwise.costs.estimate import estimate_of, layout_candidate, training_run
-from meshwise.costs.evaluate import Costs, Local, evaluate, evaluate_local, local_prices
+from meshwise.costs.evaluate import Costs, evaluate
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.local import Local, LocalPrices, evaluate_local, local_prices
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.routing import Routing
 from meshwise.search.candidates import Choices, Index
@@ -82,7 +82,7 @@ def placed(
         memory_share: share of the HBM that a plan may fill.
     """
     found: list[Plan] = []
-    prices: OperationPrices | None = None
+    prices: LocalPrices | None = None
     known: dict[str, Local] = {}  # by what is recomputed: where state is stored changes no operation
     fit_whole: set[tuple[bool, int]] = set()  # ways to store state with which all activations fit, too
     for layout in layouts:

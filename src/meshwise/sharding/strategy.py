@@ -8,7 +8,7 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -73,9 +73,17 @@ class Strategy:
     pieces: bool = False
 
     def __or__(self, other: Strategy) -> Strategy:
-        tables = (f.name for f in fields(self) if f.name not in ("ring", "pieces"))
-        both = {name: getattr(self, name) + getattr(other, name) for name in tables}
-        return Strategy(**both, ring=self.ring or other.ring, pieces=self.pieces or other.pieces)
+        return Strategy(
+            compute=self.compute + other.compute,
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+            fallback=self.fallback + other.fallback,
+            attention=self.attention + other.attention,
+            caches=self.caches + other.caches,
+            ring=self.ring or other.ring,
+            pieces=self.pieces or other.pieces,
+        )
 
     def splits(self, axes: Iterable[str], *, sequence: bool = True) -> dict[str, tuple[str, ...]]:
         """Find the sharding of an iteration space (or activation) with these axes.
