@@ -128,8 +128,8 @@ class RunRequest(ExecutionRequest, SeveralProcesses):
     unroll_layers: bool | None = None
     """Write loops over layers out, or never: what the backward pass reads then stays where it was made, and is copied
     into no stack of all layers. On GPUs a step is faster so, and compiling takes longer. By default those of 36 layers
-    and less are on NVIDIA GPUs, in steps of one microbatch without experts and stages, where all products are kept, as
-    in 'verify'."""
+    and less are on NVIDIA GPUs, in steps of one microbatch without experts and of 'data' and 'fsdp' alone, where all
+    products are kept, as in 'verify'."""
     metrics: Annotated[str | None, Flag("FILE")] = None
     """Add a line of JSON for each step to this file: loss, learning rate, seconds, tokens/s, norms, evaluations."""
     tensorboard: Annotated[str | None, Flag("DIR")] = None

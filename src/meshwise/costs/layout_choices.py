@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import prod
 
 from meshwise.costs.arithmetic import Num, where
+from meshwise.costs.own_program import LOOPED_BY
 from meshwise.costs.pipeline import Pipeline
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.strategy import Strategy, training_strategy
@@ -136,7 +138,7 @@ class Candidates:
     @property
     def local(self) -> LocalSizes:
         """What one device's own work depends on."""
-        looped = where((self.stage > 1) | (self.num_microbatches > 1), 1.0, 0.0)
+        looped = where(prod(getattr(self, size) for size in LOOPED_BY) > 1, 1.0, 0.0)
         return LocalSizes(self.micro_batch, self.context, self.ulysses, self.expert, self.tensor, looped)
 
 
@@ -144,8 +146,8 @@ class Candidates:
 class LocalSizes:
     """The sizes that one device's work on one microbatch depends on: floats, or arrays of one length.
 
-    `looped` is 1 where there are several stages or several microbatches, else 0; all may have 0 where that makes no
-    difference (`TrainingProblem.loops_differ`).
+    `looped` is 1 where a size of `LOOPED_BY` is above 1, else 0; all may have 0 where that makes no difference
+    (`TrainingProblem.loops_differ`).
     """
 
     micro_batch: Num

@@ -21,6 +21,9 @@ from meshwise.sharding.remat import RematPolicy
 #: those of 32 MiB do not.
 _STAYS, _LEAVES = 3 / 16, 1 / 4
 
+#: Sizes of a layout of which one above 1 leaves loops over layers as they are.
+LOOPED_BY = ("stage", "num_microbatches", "tensor", "ulysses", "context")
+
 #: Layers of a model that are written out at most: XLA takes one to two seconds to compile each.
 _WRITTEN_OUT = 36
 
@@ -120,12 +123,13 @@ def keeps_products(program: Program, policy: RematPolicy) -> bool:
 
 
 def writes_layers_out(program: Program, policy: RematPolicy) -> bool:
-    """Whether a step of one stage and one microbatch on NVIDIA GPUs has its layers written out instead of loops.
+    """Whether a step on NVIDIA GPUs has its layers written out, not in loops, where no size of `LOOPED_BY` is above 1.
 
     What layers of a loop keep XLA copies into stacks of all layers, which it fills with zeros before, and out of them;
     layers that are written out have arrays of their own. Only where much is kept: what several layers compute again a
-    compiler may hold all at once. In a loop over microbatches it holds each layer's weights beside their stack. Layers
-    with experts take longest to compile, and their collectives are set up for loops.
+    compiler may hold all at once. In a loop over microbatches it holds each layer's weights beside their stack; of
+    activations that travel it hides less, and holds more of what they become (docs/runtime.md). Layers with experts
+    take longest to compile, and their collectives are set up for loops.
 
     Args:
         program: of the model; policy: that its layers follow.

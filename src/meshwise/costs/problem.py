@@ -106,7 +106,7 @@ class TrainingProblem(_Problem):
         return choices.but(zero=2) if self.own_program and choices.zero == 1 else choices
 
     def writes_layers_out(self, remat: str) -> bool:
-        """Whether our own program has the layers written out, where it has one stage and one microbatch."""
+        """Whether our own program has the layers written out, where no size of `LOOPED_BY` is above 1."""
         if self.xla_leaves is None or not self.xla_leaves.writes_out:
             return False
         known = self._written_out
@@ -116,7 +116,7 @@ class TrainingProblem(_Problem):
 
     @property
     def loops_differ(self) -> bool:
-        """Whether some layers are written out, as they are where stages and microbatches are one, and never else."""
+        """Whether some layers are written out, as they never are where a size of `LOOPED_BY` is above 1."""
         return self.writes_layers_out("none")
 
     @cached_property
@@ -132,7 +132,7 @@ class TrainingProblem(_Problem):
         Args:
             structure: the choices that are not sizes.
             block: of the program; kept: bytes that one of its layers keeps.
-            looped: 1 where there are several stages or microbatches, of which layers are never written out, else 0.
+            looped: 1 where layers are never written out, else 0 (`LocalSizes`).
         """
         if not (self.xla_leaves and self.xla_leaves.copies and block.role == "layer"):
             return 0.0

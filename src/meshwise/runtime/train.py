@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Route
 from meshwise.costs.layout_choices import LayoutChoices
-from meshwise.costs.own_program import keeps_products, writes_layers_out
+from meshwise.costs.own_program import LOOPED_BY, keeps_products, writes_layers_out
 from meshwise.jobs import TrainingJob, with_adapters
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
@@ -301,8 +301,8 @@ def train_step(
         zigzag=Zigzag.of(program, placement, int(job.seq_len)),
         adapter_scale=job.tuning.scale,
     )
-    alone = layout.stage == 1 and layout.num_microbatches == 1
-    unroll = placement.is_nvidia and alone and writes_layers_out(model.train_program(), policy)
+    looped = not placement.is_nvidia or any(getattr(layout, size) > 1 for size in LOOPED_BY)
+    unroll = not looped and writes_layers_out(model.train_program(), policy)
     stack = Stack(program, around, segments, placement, policy, unroll=unroll)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()

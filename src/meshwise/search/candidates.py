@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
+from meshwise.costs.own_program import LOOPED_BY
 from meshwise.costs.pipeline import Pipeline, fills
 from meshwise.costs.problem import TrainingProblem
 from meshwise.jobs import TrainingJob
@@ -148,7 +149,8 @@ def candidate_table(
     cut = np.concatenate([cuts[w] for w in which]) if len(meshes) else np.zeros((0, 2))
     names = [f.name for f in fields(LocalSizes) if f.name in MESH_AXES]
     columns = {a: meshes[:, MESH_AXES.index(a)][mesh_id].astype(float) for a in names}
-    looped = (meshes[:, MESH_AXES.index("stage")][mesh_id] > 1) | (cut[:, 1] > 1)
+    looping = np.prod(meshes[:, [MESH_AXES.index(a) for a in LOOPED_BY if a in MESH_AXES]], axis=1)
+    looped = looping[mesh_id] * cut[:, 1] > 1  # the batch is cut into microbatches
     columns["looped"] = (looped & problem.loops_differ).astype(float)
     first, local = distinct((cut[:, 0], *columns.values()))
     sizes = LocalSizes(cut[first, 0], **{a: column[first] for a, column in columns.items()})
