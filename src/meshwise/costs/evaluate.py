@@ -16,11 +16,11 @@ from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.local import LocalBlock, evaluate_local, local_prices, repeats_whole, whole_extents
 from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import StageMemory, fullest, stage_memories
-from meshwise.costs.memory_plan import UpdatePlan
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.overlap import RoleSums, role_sums
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.state_plan import UpdatePlan
 from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
 from meshwise.costs.traffic import CollectiveTemplate
@@ -113,7 +113,7 @@ class Evaluated:
         alone, shape = self.problem.held_as(self.structure), pipeline.shape
         lone = alone is not self.structure and some((shape.num_microbatches == 1) & (shape.stages == 1))
         return stage_memories(
-            [(part, p.memory, own.memory) for p, part, own in self.blocks],
+            [(part, p.state, own.memory) for p, part, own in self.blocks],
             self.extents,
             self.problem.job.formats,
             pipeline,
@@ -122,7 +122,7 @@ class Evaluated:
                 self.problem.job.seq_len, self.extents.mesh, sequence_parallel=self.structure.sequence_parallel
             ),
             noted=self.ledger is not None,
-            alone=[b.memory for b in self.problem.lowered.training(alone.but(remat="none"))] if lone else [],
+            alone=[b.state for b in self.problem.lowered.training(alone.but(remat="none"))] if lone else [],
         )
 
     def time(self, pipeline: Pipeline) -> StepTime:

@@ -74,7 +74,9 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
                 _passes(runs.time.compute),
                 (
                     *_operations(p, prices, used, whole=repeats_whole(problem, structure)),
-                    *_copies(float(problem.kept_copies(structure, p, held.weighted(p.memory.kept), looped)), rates),
+                    *_copies(
+                        float(problem.kept_copies(structure, p, held.weighted(p.activations.kept), looped)), rates
+                    ),
                 ),
             )
             for p, runs in zip(planned, ledger.blocks, strict=True)
@@ -262,7 +264,7 @@ def _states(planned: Sequence[LoweredTrainingBlock], extents: Extents) -> Iterat
         elements = sum(math.prod(extents.sizes[a] for a in h.tensor.axes) for h in held)
         stored = sum(extents.volume(extents.symbols.held(h)) for h in held)
         if held:
-            num_bytes = float(extents.weighted(p.memory.parameters))
+            num_bytes = float(extents.weighted(p.state.parameters))
             yield StateBreakdown(p.placed.block.name, float(elements), float(stored), num_bytes / float(stored))
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal, Self
 
 from meshwise.core.tensors import (
-    Attention,
     Block,
     CacheUpdate,
     Elementwise,
@@ -24,14 +23,16 @@ from meshwise.core.tensors import (
     Route,
     Tensor,
 )
+from meshwise.costs.activation_plan import ActivationPlan, activation_plan, in_chunks, with_buffers
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.extents import Distinct, Split, Symbols, WeightedSum, element_bytes
 from meshwise.costs.fusions import fused_operations
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.local_ops import LoweredOp, lower_op
-from meshwise.costs.lowered_parts import BlockPart, LocalPart
-from meshwise.costs.memory_plan import MemoryPlan, UpdatePlan, in_chunks, memory_plan, update_plan, with_buffers
+from meshwise.costs.lowered_parts import BlockPart, LocalPart, StatePart
 from meshwise.costs.pipeline import Part
+from meshwise.costs.relevant import relevant_choices, relevant_rules
+from meshwise.costs.state_plan import StatePlan, UpdatePlan, state_plan, update_plan
 from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, CollectiveTemplate
 from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
 from meshwise.models import Model
@@ -72,10 +73,17 @@ class Symbolic:
 
     def _lower(self, copy: int, choices: LayoutChoices) -> LoweredTrainingBlock:
         if choices.context_method == "ring":
-            gathered = self.training(copy, choices.but(context_method="gather"))
-            return LoweredTrainingBlock(with_ring(gathered.placed, choices.strategy), self, computes_as=gathered)
+            one = self.training(copy, choices.but(context_method="gather"))
+            placed = with_ring(one.placed, choices.strategy)
+            return LoweredTrainingBlock(placed, self, computes_as=one, stores_as=one, ring=True)
         placed = place_block(self.copies.values[copy], choices.strategy, remat_policy(choices.remat))
-        return LoweredTrainingBlock(placed, self, chunked=choices.loss == "chunked")
+        if choices.remat == "none":
+            return LoweredTrainingBlock(placed, self, chunked=choices.loss == "chunked")
+        known, plain = self._training, choices.stored_plainly
+        computes_as = known.get((copy, plain)) if plain != choices else None
+        return LoweredTrainingBlock(
+            placed, self, computes_as=computes_as, stores_as=known.get((copy, choices.but(remat="none")))
+        )
 
     def serving(self, copy: int, strategy: Strategy) -> LoweredServingBlock:
         """One of `copies` in a step of serving."""
@@ -133,7 +141,7 @@ class Lowered:
             whole = choices.but(partial_remat=False, offload=())
             found = []
             for number, block in enumerate(self.program):
-                own = _relevant_choices(whole, block)
+                own = relevant_choices(whole, block)
                 found.append(self._training_block(number, block, own))
                 if choices.partial_remat and block.role == "layer":
                     found.append(self._training_block(number, block, own.but(remat="none"), rest=True))
@@ -177,7 +185,7 @@ class Lowered:
         if choices not in self._serving:
             strategy, found = choices.strategy(step), []
             for number, block in enumerate(self.program):
-                own = _relevant_rules(strategy, block)
+                own = relevant_rules(strategy, block)
                 if (number, own) not in self._of_serving:
                     one = self.symbolic.serving(self._copies[number], own)
                     self._of_serving[number, own] = replace(one, placed=replace(one.placed, block=block), one=one)
@@ -243,13 +251,17 @@ class LoweredTrainingBlock(LoweredBlock):
         rest: whether it stands for the copies that a partial remat policy leaves out.
         chunked: whether it is a head that makes its logits in chunks.
         number: of the block among those that were lowered of its program.
-        computes_as: the same block with gathers, where its keys and values go round in a ring.
+        ring: whether its keys and values go round in a ring.
+        computes_as, stores_as: a block that computes and keeps the same, and one with the same training state, where
+            these are lowered.
     """
 
     rest: bool = False
     chunked: bool = False
     number: int = field(default=-1, repr=False, compare=False)
+    ring: bool = False
     computes_as: LoweredTrainingBlock | None = field(default=None, repr=False, compare=False)
+    stores_as: LoweredTrainingBlock | None = field(default=None, repr=False, compare=False)
 
     @LocalPart
     def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
@@ -281,15 +293,21 @@ class LoweredTrainingBlock(LoweredBlock):
         return frozenset((tuple(sorted(one.key.mesh_axes)), one.purpose) for one in self.collectives)
 
     @BlockPart
-    def memory(self) -> MemoryPlan:
-        """What it holds."""
-        assert self.of.optimizer is not None
+    def activations(self) -> ActivationPlan:
+        """What it holds of activations."""
+        placed, symbols, formats = self.placed, self.of.symbols, self.of.precision
         if self.computes_as is not None:
-            return with_buffers(self.computes_as.memory, self.placed, self.of.symbols, self.of.precision)
-        placed = in_chunks(self.placed) if self.chunked else self.placed
-        return memory_plan(placed, self.of.symbols, self.of.precision, self.of.optimizer)
+            same = self.computes_as.activations
+            return with_buffers(same, placed, symbols, formats) if self.ring else same
+        return activation_plan(in_chunks(placed) if self.chunked else placed, symbols, formats)
 
-    @LocalPart
+    @StatePart
+    def state(self) -> StatePlan:
+        """What it holds of weights, gradients and the optimizer's state."""
+        assert self.of.optimizer is not None
+        return state_plan(self.placed, self.of.symbols, self.of.precision, self.of.optimizer)
+
+    @StatePart
     def update(self) -> UpdatePlan:
         """What updating its weights takes."""
         assert self.of.optimizer is not None
@@ -409,33 +427,6 @@ def lowered_serving(
     """A step of a model in the formats of its load; `wide` for layouts that split the residual width."""
     program = quantised(model.serving_program(step, spread_norms=wide), formats)
     return Lowered(program, _symbolic(formats.formats))
-
-
-def _relevant_choices(choices: LayoutChoices, block: Block) -> LayoutChoices:
-    """`choices` with those that cannot affect `block` set to one value, so that it is placed once."""
-    kinds = {type(op) for op in block.ops}
-    return choices.but(
-        remat=choices.remat if block.role == "layer" else "none",
-        loss=choices.loss if block.role == "head" else "whole",
-        expert_tensor_parallel=choices.expert_tensor_parallel or Route not in kinds,
-        context_method=choices.context_method if Attention in kinds else "gather",
-    )
-
-
-def _relevant_rules(strategy: Strategy, block: Block) -> Strategy:
-    """`strategy` reduced to the rules that can affect `block`. Routing blocks keep every rule."""
-    kinds = {type(op) for op in block.ops}
-    if any(issubclass(kind, Route) for kind in kinds):
-        return strategy
-    attends = any(issubclass(kind, Attention | CacheUpdate | Fused) for kind in kinds)
-    axes = {a.partition(".")[0] for op in block.ops for a in op.axes}
-    tables = {
-        f.name: tuple(rule for rule in getattr(strategy, f.name) if axes & set(rule.axes))
-        for f in fields(strategy)
-        if f.name not in ("ring", "pieces")
-    }
-    own: Strategy = replace(strategy, **tables)  # type: ignore[arg-type]  # all but these two are tables
-    return own if attends else replace(own, attention=(), caches=(), ring=False)
 
 
 def _serving_pass(op: Op) -> str:

@@ -26,7 +26,13 @@ class BlockPart(cached_property[T]):
         return found
 
 
+class StatePart(BlockPart[T]):
+    """A part that nothing but the training state makes a difference to."""
+
+    shared_with = ("stores_as", "one")
+
+
 class LocalPart(BlockPart[T]):
-    """A part that nothing sent makes a difference to: that of the block that it computes as, where there is one."""
+    """A part that nothing sent makes a difference to, and nothing stored."""
 
     shared_with = ("computes_as", "one")

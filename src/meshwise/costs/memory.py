@@ -1,7 +1,7 @@
 """HBM bytes of a training step on one chip, by class. The total is the sum of its classes, exactly.
 
 One block is at work at a time, a layer or the head: of what they hold while at work, that of the block which needs most
-counts. Not here: what a block holds (`memory_plan`), allocator fragmentation beyond the named reserve.
+counts. Not here: what a block holds (`activation_plan`, `state_plan`), fragmentation beyond the named reserve.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.core.tensors import Block
+from meshwise.costs.activation_plan import ActivationPlan, Moment
 from meshwise.costs.arithmetic import Condition, Num, is_zero, maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.ends import End, pipeline_ends
 from meshwise.costs.extents import Extents
-from meshwise.costs.memory_plan import MemoryPlan, Moment
 from meshwise.costs.pipeline import Part, Pipeline, num_layers, program_of
+from meshwise.costs.state_plan import StatePlan
 from meshwise.jobs import Precision
 
 #: Class -> what it holds.
@@ -69,12 +70,12 @@ class LocalMemory:
 
 
 def local_memory(
-    plan: MemoryPlan, extents: Extents, calibration: Calibration = IDENTITY, *, bucketed: bool = False
+    plan: ActivationPlan, weights: StatePlan, extents: Extents, calibration: Calibration = IDENTITY, *, bucketed: bool
 ) -> LocalMemory:
     """Size the activations of a block.
 
     Args:
-        plan: of the block.
+        plan, weights: of the block.
         extents: local sizes.
         calibration: says what the software fuses, and gathers at once.
         bucketed: whether the block's gradients are scattered together, while the block before is at work; else each
@@ -91,12 +92,12 @@ def local_memory(
     if bucketed:
         largest = _most_activations(moments, extents)
         workspace = beside = remade + largest
-        unreduced = extents.weighted(plan.bucket)
+        unreduced = extents.weighted(weights.bucket)
     else:
         largest, besides, unreduced = _most_with_gradients(moments, extents)
         workspace, beside = remade + largest, remade + besides
     added_up, dealt = tuple[Num, ...](), tuple[Num, ...]()
-    if compiled and not plan.weights:  # no layer
+    if compiled and not weights.weights:  # no layer
         most, besides, made = _most_with_gradients(plan.operations, extents)
         added_up = (remade + most, remade + besides, made, 1.0)
         besides, made = _most_gradients(moments, extents)
@@ -106,7 +107,7 @@ def local_memory(
         lacking = extents.remote_fraction(axes)
         if not is_zero(lacking):
             buffers = maximum(buffers, extents.weighted(num_bytes) * lacking)
-    gathered = extents.weighted(plan.gathered)
+    gathered = extents.weighted(weights.gathered)
     return LocalMemory(
         kept=kept,
         workspace=workspace,
@@ -114,7 +115,7 @@ def local_memory(
         unreduced=unreduced,
         gathered=gathered,
         buffers=buffers,
-        at_once=_largest_share(plan, gathered, extents) if compiled else 1.0,
+        at_once=_largest_share(weights, gathered, extents) if compiled else 1.0,
         added_up=added_up,
         dealt=dealt,
     )
@@ -152,7 +153,7 @@ def _most_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[Num, N
     return beside, unreduced
 
 
-def _largest_share(plan: MemoryPlan, gathered: Num, extents: Extents) -> Num:
+def _largest_share(plan: StatePlan, gathered: Num, extents: Extents) -> Num:
     """Of weights gathered one by one, the share of the largest and of the next; a head's are among its moments."""
     largest: Num = 0.0
     for weight in plan.weights:
@@ -161,7 +162,7 @@ def _largest_share(plan: MemoryPlan, gathered: Num, extents: Extents) -> Num:
 
 
 def stage_memories(
-    blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
+    blocks: Sequence[tuple[Part, StatePlan, LocalMemory]],
     extents: Extents,
     precision: Precision,
     pipeline: Pipeline,
@@ -169,7 +170,7 @@ def stage_memories(
     in_step: float | None,
     positions: Num,
     noted: bool = False,
-    alone: Sequence[MemoryPlan] = (),
+    alone: Sequence[StatePlan] = (),
 ) -> tuple[StageMemory, ...]:
     """What the chips hold that may be the fullest: with the embedding, with the head; the one with most layers last.
 
@@ -288,7 +289,7 @@ class StageMemory:
     holdings: list[Holding] | None
 
 
-def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, *, shared: bool) -> dict[str, Num]:
+def state_bytes(plan: StatePlan, extents: Extents, precision: Precision, *, shared: bool) -> dict[str, Num]:
     """The training state of one copy of a block; and of the optimizer's, the share that stages can divide.
 
     `shared`: whether they do; else nobody asks for the share, which takes long to find.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from meshwise.core.tensors import Kind
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.extents import Distinct, Extents, Split, Symbols, Volume, WeightedSum, element_bytes
-from meshwise.costs.memory_plan import update_transfers
+from meshwise.costs.state_plan import update_transfers
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.placed import PlacedBlock, Purpose, Transfer

@@ -17,9 +17,9 @@ from meshwise.costs.evaluate import rates_of
 from meshwise.costs.extents import Extents
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.memory import STATE_CLASSES, state_bytes
-from meshwise.costs.memory_plan import UpdatePlan
 from meshwise.costs.overlap import summed_alone
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.state_plan import UpdatePlan
 from meshwise.costs.step import CollectivePrices, Wires
 from meshwise.costs.traffic import CollectiveTemplate, Pass
 from meshwise.sharding.placed import Purpose
@@ -109,7 +109,7 @@ def evaluate_weight_state(
     found: dict[str, NDArray[np.float64]] = {}
     for block in problem.lowered.training(choices):
         num_bytes = found.setdefault(block.role, np.zeros(np.size(mesh["data"])))
-        state = state_bytes(block.memory, extents, problem.job.formats, shared=False)
+        state = state_bytes(block.state, extents, problem.job.formats, shared=False)
         num_bytes += block.placed.block.repeat * sum(state[name] for name in classes)
     return found
 
@@ -125,12 +125,12 @@ def evaluate_states(
     """
     extents = _extents(problem, mesh)
     blocks = problem.lowered.training(choices)
-    return tuple(state_bytes(b.memory, extents, problem.job.formats, shared=shared) for b in blocks)
+    return tuple(state_bytes(b.state, extents, problem.job.formats, shared=shared) for b in blocks)
 
 
 def state_sums(problem: TrainingProblem, choices: LayoutChoices) -> tuple[tuple[int, ...], ...]:
     """What the training state of each block is a sum of: the same for choices that hold the same state."""
-    plans = (block.memory for block in problem.lowered.training(choices))
+    plans = (block.state for block in problem.lowered.training(choices))
     return tuple((p.parameters, p.tied, p.gradients, p.tied_gradients, p.states, p.moments, p.stored) for p in plans)
 
 

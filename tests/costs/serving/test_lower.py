@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from meshwise.costs.lower import _relevant_rules
+from meshwise.costs.relevant import relevant_rules
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.serving import CACHE_SPLITS, ServingLayoutChoices, serving_strategy
 from tests.costs.serving.cases import problem
@@ -27,7 +27,7 @@ def test_rules_that_mean_nothing_to_a_block_place_it_alike(model):
     for step, split, ring, stands in every:
         strategy = serving_strategy(cache_split=split, ring=ring, **stands)
         for block in given.lowered(step, ServingLayoutChoices(wide=stands["wide"])).program:
-            own = _relevant_rules(strategy, block)
+            own = relevant_rules(strategy, block)
             left_out += own != strategy
             assert place_forward(block, own) == place_forward(block, strategy)
     assert left_out
