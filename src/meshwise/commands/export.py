@@ -23,6 +23,9 @@ from meshwise.runtime.devices import find_devices
 from meshwise.search import Plan, PlanResult
 from meshwise.search.serving import ServingPlan, ServingPlanResult
 
+#: What takes the weights of a saved step, not a plan.
+_OF_WEIGHTS = ("transformers", "peft")
+
 #: What is exported: a plan, the file of one, and what searches and estimates give.
 Exportable = Plan | ServingPlan | PlanResult | ServingPlanResult | ServingEstimate | str | os.PathLike[str]
 
@@ -53,37 +56,45 @@ def export(plan: Exportable, *, to: str) -> Exported:
         given = read_plan(given, ServingPlan) if kind_of_plan(given) == "serving" else read_plan(given, Plan)
     kinds = {"training": TARGETS, "serving": SERVING_TARGETS}
     kind, other = ("serving", "training") if isinstance(given, ServingPlan) else ("training", "serving")
-    if to == "transformers":
+    if to in _OF_WEIGHTS:
         raise MeshwiseError("to: a plan has no weights; export_weights writes those of a saved step")
     if to in kinds[other]:
         raise MeshwiseError(f"to: {to} does no {kind}, and this is a plan of {kind}: use {', '.join(kinds[kind])}")
     return hand_over_serving(given, to) if isinstance(given, ServingPlan) else hand_over(given, to)
 
 
-def export_weights(checkpoint: str | os.PathLike[str], *, output: str | os.PathLike[str]) -> ExportedWeights:
+def export_weights(
+    checkpoint: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str],
+    to: Literal["transformers", "peft"] = "transformers",
+) -> ExportedWeights:
     """Write a trained model's weights as they are published: what `meshwise export --to transformers` answers.
 
     Args:
         checkpoint: the folder of a run's `checkpoint`, whose last step is taken, or that of one step.
         output: a new folder, for safetensors in the published names and config.json.
+        to: "transformers" for all weights, adapters merged into theirs; "peft" for adapters by themselves, with
+            adapter_config.json.
 
     Raises:
         MissingDependencyError: JAX, orbax or safetensors is missing.
-        ConfigError: a torn step; a model whose family's names are not known.
-        MeshwiseError: no saved step; a folder that is there already or cannot be written.
+        ConfigError: a torn step; a model whose family's names are not known; stacked experts, for PEFT.
+        MeshwiseError: no saved step; no adapters, for PEFT; a folder that is there already or cannot be written.
     """
     find_devices()  # which orbax asks for; what is not there is left out in silence
     if importlib.util.find_spec("orbax") is None:
         raise MissingDependencyError("a checkpoint needs the library orbax: pip install 'meshwise[run]'")
-    from meshwise.runtime.saved import export_step, saved_weights  # noqa: PLC0415  (an optional extra)
+    from meshwise.runtime.saved import export_adapters, export_step, saved_weights  # noqa: PLC0415  (an optional extra)
 
     saved = saved_weights(Path(checkpoint))
     if saved is None:
         raise MeshwiseError(
             f"{checkpoint}: expected the folder of 'meshwise run --checkpoint', found no saved step in it"
         )
-    written = export_step(saved, Path(output))
+    written = (export_adapters if to == "peft" else export_step)(saved, Path(output))
     return ExportedWeights(
+        to=to,
         model=saved.model.name,
         step=saved.step.number,
         **attributes(written, "folder", "files", "tensors", "bytes", "config"),
@@ -94,11 +105,11 @@ class _ExportRequest(Request):
     positional = ("plan",)
 
     plan: File
-    """A saved plan; for transformers the folder of a --checkpoint."""
-    to: Literal[(*TARGETS, *SERVING_TARGETS, "transformers")]  # type: ignore[valid-type]
-    """Tool that will run the plan; for transformers the weights of a saved step are written."""
+    """A saved plan; for transformers and peft the folder of a --checkpoint."""
+    to: Literal[(*TARGETS, *SERVING_TARGETS, *_OF_WEIGHTS)]  # type: ignore[valid-type]
+    """Tool that will run the plan; for transformers the weights of a saved step are written, for peft its adapters."""
     output: Path | None = None
-    """Write to this file; for transformers, to this new folder."""
+    """Write to this file; for transformers and peft, to this new folder."""
 
 
 @verb(_ExportRequest)
@@ -108,7 +119,8 @@ def show_export(screen: Screen, request: _ExportRequest) -> None:
     PLAN is a file that --save wrote, of training (maxtext to jax) or of serving (vllm to jetstream). Without
     --output the configuration is printed; --explain lists what it leaves to you. A choice that the tool cannot
     express is an error that names it and the nearest possible choice. For transformers the weights of a step that
-    'run --checkpoint' saved are written to a folder: safetensors in the published names, and config.json.
+    'run --checkpoint' saved are written to a folder: safetensors in the published names, and config.json. For peft
+    its adapters are, with adapter_config.json; transformers has them merged into their weights.
 
     \b
       meshwise plan train llama-3-70b --on h100:512 --batch-tokens 4Mi \\
@@ -119,10 +131,11 @@ def show_export(screen: Screen, request: _ExportRequest) -> None:
       meshwise export plan.json --to vllm --output serve.sh
       meshwise export steps --to transformers --output model
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    if request.to == "transformers":
+    if request.to in _OF_WEIGHTS:
         if request.output is None:
-            raise MeshwiseError("--to transformers needs --output, a new folder for the weights")
-        return screen.show(weights_report(export_weights(request.plan, output=request.output), request.echo()))
+            raise MeshwiseError(f"--to {request.to} needs --output, a new folder for the weights")
+        written = export_weights(request.plan, output=request.output, to=request.to)
+        return screen.show(weights_report(written, request.echo()))
     handed = export(request.plan, to=request.to)
     write_file("--output", request.output, lambda: handed.text)
     if request.output is None and not screen.as_json and not screen.explain:

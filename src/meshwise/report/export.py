@@ -18,6 +18,7 @@ class ExportedWeights:
     """Weights of a trained model, as they are published.
 
     Args:
+        to: "transformers", or "peft" for adapters alone.
         model, step: whose they are.
         folder: that holds them.
         files: in it.
@@ -25,6 +26,7 @@ class ExportedWeights:
         config: what `config.json` says.
     """
 
+    to: str
     model: str
     step: int
     folder: Path
@@ -36,17 +38,20 @@ class ExportedWeights:
 
 def weights_report(written: ExportedWeights, inputs: Mapping[str, Any]) -> Report:
     """Report weights that were written."""
+    is_whole = written.to == "transformers"
     size, folder = f"{counted(written.tensors, 'tensor')}, {format_bytes(written.bytes)}", str(written.folder)
     return Report(
         command="export",
         inputs=inputs,
-        answer=f"step {written.step:,} of {written.model}: {size} in {folder}",
+        answer=f"{'' if is_whole else 'adapters of '}step {written.step:,} of {written.model}: {size} in {folder}",
         data=picked(written, "model step files tensors bytes config") | {"folder": folder},
         body=said(listed("Files", written.files)),
         next_steps=(
             f"in Python: transformers.AutoModelForCausalLM.from_pretrained({folder!r})",
             f"meshwise serve {folder} --weights {folder}",
-        ),
+        )
+        if is_whole
+        else (f"in Python: peft.PeftModel.from_pretrained(model, {folder!r})",),
     )
 
 

@@ -19,13 +19,14 @@ import jax
 import numpy as np
 
 from meshwise.core.errors import ConfigError, MeshwiseError
-from meshwise.jobs.fine_tuning import FULL, parse_fine_tuning
+from meshwise.jobs.fine_tuning import FULL, is_adapter, parse_fine_tuning
 from meshwise.models import Model, as_published, read_config
 from meshwise.runtime.adapters import Adapters
 from meshwise.runtime.params import Order, Parameter, Tree, by_layer
 from meshwise.runtime.weights import open_weights
 from meshwise.runtime.weights.files import Array
 from meshwise.runtime.weights.loading import LoadableWeights
+from meshwise.runtime.weights.peft import write_adapters
 from meshwise.runtime.weights.writing import Written, write_weights
 
 STEP = re.compile(r"step-(\d{8})")
@@ -234,6 +235,24 @@ def export_step(saved: SavedWeights, folder: Path) -> Written:
     formats = {str(array.dtype): array.dtype.itemsize for array in saved.arrays(["norm.final"], "weights").values()}
     ((dtype, itemsize),) = formats.items()
     return write_weights(model, partial(saved.arrays, part="weights"), folder, itemsize=itemsize, dtype=dtype)
+
+
+def export_adapters(saved: SavedWeights, folder: Path) -> Written:
+    """Write the adapters of a saved step as PEFT reads them, as they are updated.
+
+    Raises:
+        MeshwiseError: it has none; and as `write_adapters`.
+    """
+    adapters = saved.adapters
+    if adapters is None:
+        raise MeshwiseError(
+            f"{saved.step.place}: --to peft writes adapters, and this run trained all weights; use --to transformers"
+        )
+    model = as_published(saved.model, int(saved.record["job"]["seq_len"]))
+    names = {t.name for block in adapters.program for t in block.weights if is_adapter(t)}
+    own = saved.stored(names, "master" if saved.step.has_master else "weights")
+    base = saved.record.get("run", {}).get("weights", saved.model.name)
+    return write_adapters(model, adapters.tuning, own, folder, str(base))
 
 
 def find_weights(path: Path, model: Model) -> LoadableWeights:

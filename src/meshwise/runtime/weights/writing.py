@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,24 +62,51 @@ def write_weights(model: Model, read: Arrays, folder: Path, *, itemsize: int, dt
         ConfigError: a model whose published names are not known.
         MeshwiseError: a folder that is there already, or cannot be written.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise MissingDependencyError("writing weights needs the library safetensors: pip install 'meshwise[run]'")
     published = Published(model, hub_names(model))
     left = ("torch_dtype", "quantization_config")
     config = {**{key: value for key, value in model.config.items() if key not in left}, "dtype": dtype}
+    with new_folder(folder) as unfinished:
+        files, tensors, total = _write_all(published, read, unfinished, itemsize)
+        write_whole(unfinished / "config.json", json.dumps(config, indent=2) + "\n")
+    return Written(folder, (*files, "config.json"), tensors, total, config)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which gets its name when all of it is written.
+
+    Raises:
+        MissingDependencyError: the library for what is written there is missing.
+        MeshwiseError: it is there already, or cannot be written.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise MissingDependencyError("writing weights needs the library safetensors: pip install 'meshwise[run]'")
     if folder.exists():
         raise MeshwiseError(f"--output {folder}: it is there already; name a new folder")
     unfinished = folder.with_name(folder.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
         unfinished.mkdir()
-        files, tensors, total = _write_all(published, read, unfinished, itemsize)
-        write_whole(unfinished / "config.json", json.dumps(config, indent=2) + "\n")
+        yield unfinished
         unfinished.rename(folder)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise MeshwiseError(f"--output {folder}: {error.strerror or error}") from None
-    return Written(folder, (*files, "config.json"), tensors, total, config)
+
+
+def save(tensors: Mapping[str, Array], file: Path) -> None:
+    """Write a file of tensors.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors import SafetensorError  # noqa: PLC0415 -- loaded when weights are written
+    from safetensors.numpy import save_file  # noqa: PLC0415 -- as above
+
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk is one, too
+        raise OSError(str(error)) from None
 
 
 def _write_all(published: Published, read: Arrays, folder: Path, itemsize: int) -> tuple[list[str], int, int]:
@@ -86,9 +114,6 @@ def _write_all(published: Published, read: Arrays, folder: Path, itemsize: int) 
 
     Returns: names of files, number of tensors, their bytes.
     """
-    from safetensors import SafetensorError  # noqa: PLC0415 -- loaded when weights are written
-    from safetensors.numpy import save_file  # noqa: PLC0415 -- as above
-
     tensors = list(_tensors(published))
     names: dict[str, str] = {}
     numbers = _shards([math.prod(t.shape) * itemsize for t in tensors])
@@ -103,10 +128,7 @@ def _write_all(published: Published, read: Arrays, folder: Path, itemsize: int) 
         held[tensor.name] = tensor.give(last[1])
         names[tensor.name] = files[number]
         if following != number:
-            try:
-                save_file(held, folder / files[number], metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk is one, too
-                raise OSError(str(error)) from None
+            save(held, folder / files[number])
             held = {}
     if count > 1:
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
@@ -158,6 +180,11 @@ class _Tensor:
         made = self.piece.stored.give(parts, self.piece.shapes)
         assert made.shape == self.shape, f"{self.name}: {made.shape} is not {self.shape}"
         return made
+
+
+def tensor_names(published: Published) -> Iterator[str]:
+    """Names of all tensors."""
+    return (tensor.name for tensor in _tensors(published))
 
 
 def _tensors(published: Published) -> Iterator[_Tensor]:
