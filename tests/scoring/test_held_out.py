@@ -83,10 +83,12 @@ def test_what_only_a_source_has_measured_is_new_in_its_intervals():
         assert WIDTH * stated == pytest.approx(relative_spread(p.estimate.terms, causes)), p.run.id
 
 
-def test_of_ten_sources_that_count_alike_88_percent_are_below():
-    """Four of five by eleven tenths; one of them has as many rows as all others together, and more."""
+def test_of_ten_sources_that_count_alike_86_percent_are_below():
+    """(10 + 1/3) x 4/5 + 1/3 = 8.6 of ten; one of them has as many rows as all others together, and more."""
     ratios = [np.full(100, 0.1), *(np.full(1 + k % 3, float(k)) for k in range(1, 10))]
     assert held_by_next(ratios) == 8.0
+    assert held_by_next([*ratios[:8], np.array([7.0, 7.5]), np.array([7.7, 8.0])]) == 7.5  # 8.6 of ten, not 8.5
+    assert held_by_next([*ratios[:8], np.array([7.0, 7.5, 7.8]), np.array([8.0])]) == 7.5
     assert held_by_next(ratios[:3]) == 2.0
 
 

@@ -227,15 +227,15 @@ def _format(p: TrainingPrediction) -> DType:
 
 
 def held_by_next(sources: Sequence[np.ndarray]) -> float:
-    """What four of five values of a next source are below, on average, if it is drawn as these were.
+    """What four of five values of a next source are below, as likely more as fewer, if it is drawn as these were.
 
-    Each of the n sources counts alike, and (1 + 1/n) four fifths of them all are below; of fewer than four sources all
-    are, which promises no share.
+    Each of the n sources counts alike, and a share of 4/5 + 3/(5 n) of them all is below, the estimate of a quantile
+    that is as often too high as too low; of three sources and fewer all are, which promises no share.
 
-    Source: Lee, Barber and Willett 2023, "Distribution-free inference with hierarchical data", arXiv 2306.06342.
+    Source: Hyndman and Fan 1996, "Sample quantiles in statistical packages", definition 8: (n + 1/3) p + 1/3 of n.
     """
-    weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in sources])
-    return weighted_quantile(np.concatenate(sources), weights, min(_SHARE * (1 + 1 / len(sources)), 1.0))
+    n, weights = len(sources), np.concatenate([np.full(len(own), 1 / len(own)) for own in sources])
+    return weighted_quantile(np.concatenate(sources), weights, min(((n + 1 / 3) * _SHARE + 1 / 3) / n, 1.0))
 
 
 def _forecast(p: TrainingPrediction, seconds: float, spread: float) -> TrainingPrediction:
