@@ -4,6 +4,7 @@ With y = x W + s (x A) B a model is that of the weights W + s A B, and by the ch
 s dW B^T and s A^T dW, where dW is the gradient of those weights: so no code of adapters stands on the expected side.
 """
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -169,6 +170,17 @@ def test_a_program_makes_no_gradients_of_frozen_weights():
     weights = sum(4 * w.size for w in jax.tree.leaves(step.abstract_state["weights"]))
     assert held.alias_size_in_bytes > weights, "updated and passed on where they are"
     assert held.temp_size_in_bytes < 0.3 * weights
+
+
+@pytest.mark.jax
+def test_of_gradients_of_adapters_the_narrow_side_travels():
+    """Streams are gathered as often as in full training: not again for an adapter whose result is split otherwise."""
+    model, layout = dense("D=48 F=96 L=3 N=8 K=4 H=8 V=64"), Layout(fsdp=2, tensor=4, remat="full")
+    steps = [make(model, layout, 40, fine_tune=tuning) for tuning in ("full", "lora:rank=4")]
+    texts = [s.jitted.lower(s.abstract_state, s.abstract_batch).compile().as_text() for s in steps]
+    full, own = (len(re.findall(r"= f32\[1,40,48\]\S* all-gather", text)) for text in texts)
+    assert 0 < own <= full
+    assert "= f32[1,40,4]" in texts[1]
 
 
 TINY = "D=8 F=16 L=2 N=2 K=2 H=4 V=32"

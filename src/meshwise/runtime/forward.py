@@ -17,6 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
+from meshwise.jobs.fine_tuning import RANK
 from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.chunked_loss import ChunkedLoss, chunked_ops
 from meshwise.runtime.early import Gathered, waited_for
@@ -217,7 +218,10 @@ class _Walk:
         local = Sharding.of(op.output.axes, splits)
         pending = {m for a in op.axes for m in splits.get(a, ())} - local.splitting_axes
         home = self.placement.strategy.home(op.output.axes) if pending else local
-        self._keep(op, self.placement.complete(out, home, local), home)
+        made = self.placement.complete(out, home, local)
+        if RANK in op.output.axes:  # small: its gradient is moved, not what that is made of
+            made = self.placement.pinned(made, home)
+        self._keep(op, made, home)
 
     def _keep(self, op: Op, out: jax.Array, held: Sharding | None = None) -> None:
         """Remember what an operation made, and where it is: at home unless said."""

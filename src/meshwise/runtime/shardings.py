@@ -213,6 +213,14 @@ class Placement:
         """Add up the partial sums of a value and bring them to `target`, and its gradient to `back`."""
         return self._move(x, (self.named(target),), back)
 
+    def pinned(self, x: jax.Array, held: Sharding) -> jax.Array:
+        """A value that is held as `held`, whose gradient is brought there first, wherever it is wanted then."""
+        if self.mesh.size == 1:
+            return x
+        there = partial(jax.lax.with_sharding_constraint, shardings=self.named(held))
+        made: jax.Array = linear(lambda x: x, lambda gradient: jax.lax.optimization_barrier(there(gradient)))(x)
+        return made
+
     def _move(self, x: Any, ways: tuple[NamedSharding, ...], back: Sharding) -> Any:
         if self.mesh.size == 1:
             return x
