@@ -30,7 +30,7 @@ from meshwise.runtime.paged import attend_paged, new_tokens
 from meshwise.runtime.products import PlacedProducts, Reduced, multiply, others, reduced_in_turn
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Watched, kept, mapped, plain, values_together
+from meshwise.runtime.watched import Frozen, Watched, kept, mapped, plain, values_together
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
 
@@ -67,7 +67,10 @@ class _Walk:
             return self.arrays[t.name]
         if (t.name, wanted) not in self.copies:
             back = self.placement.reduced(t.axes) if t.kind is Kind.WEIGHT else held
-            moved = self.placement.move(self.arrays[t.name], held, wanted, back)
+            own: Any = self.arrays[t.name]
+            if isinstance(own, Frozen):
+                own = Frozen(self.placement.as_stored(own.value, held, wanted))
+            moved = self.placement.move(own, held, wanted, back)
             if self.placement.is_exchange(held, wanted):  # as large, and kept as it is read again
                 moved = self._named(moved, t.name)
             self.copies[t.name, wanted] = moved

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwise.core.tensors import Op, Tensor
@@ -212,6 +213,18 @@ class Placement:
     def complete(self, x: Any, target: Sharding, back: Sharding) -> Any:
         """Add up the partial sums of a value and bring them to `target`, and its gradient to `back`."""
         return self._move(x, (self.named(target),), back)
+
+    def as_stored(self, x: jax.Array, held: Sharding, wanted: Sharding) -> jax.Array:
+        """A frozen weight that is to be gathered, in the layout in which a layer's part of the stack lies.
+
+        XLA on GPUs gathers along the dimension that is outermost in memory. It would bring all layers into that layout
+        before the first, and hold them twice: updates do not take their place.
+        """
+        if not self.is_nvidia or self.moved_axis(held, wanted) == 0:
+            return x
+        own, usual = self.spec(held), Layout(tuple(range(x.ndim)))
+        found: jax.Array = self.local(lambda x: with_layout_constraint(x, usual), own, own)(x)
+        return found
 
     def pinned(self, x: jax.Array, held: Sharding) -> jax.Array:
         """A value that is held as `held`, whose gradient is brought there first, wherever it is wanted then."""
