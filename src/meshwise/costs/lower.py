@@ -280,7 +280,10 @@ class LoweredTrainingBlock(LoweredBlock):
     def collectives(self) -> tuple[CollectiveTemplate, ...]:
         """What it sends."""
         assert self.of.optimizer is not None
-        return self.of.collectives().of_training(self.placed, self.of.optimizer)
+        lowering, found = self.of.collectives(), None
+        if self.ring and self.computes_as is not None:
+            found = lowering.of_ring(self.placed, self.computes_as.placed, self.computes_as.collectives)
+        return found or lowering.of_training(self.placed, self.of.optimizer)
 
     @BlockPart
     def groups(self) -> frozenset[Split]:

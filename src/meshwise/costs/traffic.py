@@ -181,6 +181,35 @@ class CollectiveLowering:
             ),
         )
 
+    def of_ring(
+        self, placed: PlacedBlock, gathered: PlacedBlock, templates: tuple[CollectiveTemplate, ...]
+    ) -> tuple[CollectiveTemplate, ...] | None:
+        """The templates of a block whose keys and values go round, of those of the same block with gathers.
+
+        Args:
+            placed: with a ring.
+            gathered, templates: with gathers.
+
+        Returns: None where what goes round shares a template with something else.
+        """
+        passes = {Pass.FORWARD: (gathered.forward, placed.forward), Pass.BACKWARD: (gathered.backward, placed.backward)}
+        moved = {
+            when: {a: b for a, b in zip(*both, strict=True) if a is not b and a.moves and b.moves}
+            for when, both in passes.items()
+        }
+        found = []
+        for one in templates:
+            round_ = moved.get(one.when, {}) if one.purpose is Purpose.ACTIVATIONS else {}
+            circling = [round_[t] for t in one.transfers if t in round_] if round_ else []
+            if not circling:
+                found.append(one)
+            elif len(circling) == len(one.transfers):
+                buckets: list[Bucket] = [(t,) for t in circling]
+                found.append(self._template(self._group(one.when, buckets[0]), buckets))
+            else:
+                return None
+        return tuple(found)
+
     def of_forward(self, placed: PlacedBlock) -> tuple[CollectiveTemplate, ...]:
         """Group the transfers of a forward pass alone, as a step of serving is.
 

@@ -5,8 +5,9 @@ A block is placed alike with either; what goes round has a purpose of its own. N
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from meshwise.core.backward import backward
 from meshwise.core.tensors import Attention, AttentionGradient, Block
@@ -15,22 +16,27 @@ from meshwise.sharding.placed import LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.reshard import CollectiveKind
 from meshwise.sharding.strategy import Strategy
 
+#: Of a pass.
+Items = tuple[LocalOp | Transfer, ...]
+
 #: What a ring of attention replaces: keys and values gathered before, their gradients scattered after.
 _CIRCLED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
 def with_ring(placed: PlacedBlock, strategy: Strategy) -> PlacedBlock:
     """The same block with a ring of attention instead of gathers over `context`; what moves beside products does."""
-    beside = moves_beside_products(placed.block, strategy) if strategy.pieces else frozenset[str]()
-    around = {
-        name: frozenset(t for t in circling if t.removeprefix("d_") not in beside)
-        for name, circling in _going_round(placed.block).items()
-    }
-    forward, back = (tuple(_circled(items, around)) for items in (placed.forward, placed.backward))
-    return replace(placed, forward=forward, backward=back)
+    around = _going_round(placed.block)
+    if strategy.pieces:
+        beside = moves_beside_products(placed.block, strategy)
+        around = {
+            name: frozenset(t for t in circling if t.removeprefix("d_") not in beside)
+            for name, circling in around.items()
+        }
+    return replace(placed, forward=_circled(placed.forward, around), backward=_circled(placed.backward, around))
 
 
-def _going_round(block: Block) -> dict[str, frozenset[str]]:
+@lru_cache(maxsize=256)  # every policy asks again
+def _going_round(block: Block) -> Mapping[str, frozenset[str]]:
     """Name of an operation that attends -> names of the tensors that a ring sends round.
 
     Keys and values that it reads, gradients of these that it writes.
@@ -45,14 +51,13 @@ def _circling(op: Attention | AttentionGradient) -> frozenset[str]:
     return frozenset((op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)))
 
 
-def _circled(items: Iterable[LocalOp | Transfer], around: dict[str, frozenset[str]]) -> Iterable[LocalOp | Transfer]:
+def _circled(items: Items, around: Mapping[str, frozenset[str]]) -> Items:
     """Items of a pass, with what goes round from the first operation on that needs it."""
-    circling = frozenset[str]()
-    for item in items:
+    found, circling = list(items), frozenset[str]()
+    for at, item in enumerate(items):
         name = item.waits if item.moves else item.op.name
         if name in around:
             circling |= around[name]
         if item.moves and item.tensor.name in circling and item.collective.kind in _CIRCLED:
-            yield replace(item, purpose=Purpose.RING)
-        else:
-            yield item
+            found[at] = replace(item, purpose=Purpose.RING)
+    return tuple(found)
