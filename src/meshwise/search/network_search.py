@@ -42,6 +42,9 @@ _FEW_WAYS = 2
 #: Plans that repeat nothing may give a good cut if they take no longer than so many times what is computed at least.
 _NEAR = 1.2
 
+#: Times as long as its leader that what is priced of a kind for a first look may take.
+_NEARLY = 1.02
+
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 64
 
@@ -255,7 +258,11 @@ class NetworkSearch:
             begin, number = begin + number, _GROWTH * number
             while len(batch := batch.where(np.isinf(self.cuts(self._key(batch))))):  # of kinds that may fill it
                 # Others of the leaders' kinds wait for a cut.
-                go = self._leaders(batch) if size == _GO else np.arange(min(size, len(batch)))
+                go = (
+                    self._under_one_choice(batch, self._leaders(batch))
+                    if size == _GO
+                    else np.arange(min(size, len(batch)))
+                )
                 batch = self._look_at(batch, go)
                 if size == _GO and (lacking := len(go) - len(self.waiting)) > 0:
                     batch = self._look_at(batch, self._leaders_that_fit(batch, lacking))
@@ -265,6 +272,19 @@ class NetworkSearch:
                 self.expand_waiting(_GO)
                 size = _GROWTH * size
         self._tell()
+
+    def _under_one_choice(self, batch: CandidateBatch, leaders: Index) -> Index:
+        """Leaders of kinds, or what hardly takes longer under the choices that most of them have."""
+        if len(leaders) < 2:
+            return leaders
+        numbers, counts = np.unique(batch.choices[leaders], return_counts=True)
+        own = np.flatnonzero(batch.choices == numbers[counts.argmax()])
+        kinds = self.kind_of[self._key(batch)]
+        found, first = np.unique(kinds[own], return_index=True)
+        nearest = dict(zip(found.tolist(), own[first].tolist(), strict=True))
+        each = zip(kinds[leaders].tolist(), leaders.tolist(), strict=True)
+        of = np.array([nearest.get(kind, at) for kind, at in each])
+        return np.where(batch.bound[of] <= _NEARLY * batch.bound[leaders], of, leaders)
 
     def _look_at(self, batch: CandidateBatch, go: Index) -> CandidateBatch:
         """Let some of a batch wait, as far as they fit, and come no more; the others."""
