@@ -197,6 +197,8 @@ def test_a_plan_of_adapters_runs_resumes_generates_and_leaves_merged(tmp_path):
     plan, given = planned(), {"learning_rate": 0.05, "clip_gradients": 1.0}
     whole = meshwise.run_plan(plan, steps=6, **given)
     assert whole.losses[-1] < whole.losses[0]
+    said = "fine-tuning: adapters of rank 2, scaled by 2, on all beside frozen weights; 544 trainable parameters"
+    assert said in " ".join(str(whole).split())
     steps = tmp_path / "steps"
     first = meshwise.run_plan(plan, steps=3, checkpoint=str(steps), every=3, **given)
     second = meshwise.run_plan(plan, steps=6, checkpoint=str(steps), every=3, **given)
@@ -224,3 +226,26 @@ def test_a_plan_of_adapters_runs_resumes_generates_and_leaves_merged(tmp_path):
     told = meshwise.generate(plan, tokens=4, prompt_tokens="1,2,3", weights=str(steps))
     again = meshwise.generate(plan, tokens=4, prompt_tokens="1,2,3", weights=str(tmp_path / "model"))
     assert told.tokens == again.tokens
+
+
+@pytest.mark.jax
+def test_a_run_begins_with_published_weights_in_which_nothing_changes(tmp_path):
+    full = planned("full")
+    meshwise.run_plan(full, steps=1, checkpoint=str(tmp_path / "base"), every=1)
+    meshwise.export_weights(tmp_path / "base", output=tmp_path / "model")
+    given = {"weights": str(tmp_path / "model"), "learning_rate": 0.05, "checkpoint": str(tmp_path / "steps")}
+    meshwise.run_plan(planned(), steps=2, every=2, **given)
+    base, tuned = (saved_weights(tmp_path / name) for name in ("base", "steps"))
+    names = {t.name for block in full.problem.train_program() for t in block.weights}
+    was, now = (saved.stored(names, "weights") for saved in (base, tuned))
+    assert was.keys() == now.keys()
+    for key, w in was.items():
+        np.testing.assert_array_equal(now[key], w, err_msg=str(key))
+
+
+def test_searches_offer_plans_of_adapters_and_say_why_not_of_four_bits():
+    asked = {"on": "h100:8", "batch_tokens": "64Ki", "seq_len": 4096, "precision": "mixed", "tool": "meshwise"}
+    found = meshwise.plan_train("llama-3.2-1b", **asked, fine_tune="lora:rank=8")
+    assert found.plans[0].problem.job.fine_tune == "lora:rank=8"
+    with pytest.raises(MeshwiseError, match="frozen weights in nf4 are planned, but not yet executed; use lora"):
+        meshwise.plan_train("llama-3.2-1b", **asked, fine_tune="qlora:rank=8")

@@ -10,7 +10,8 @@ from meshwise.core.dtypes import DType
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_count, format_flops, format_percent
 from meshwise.costs.compute import published_precision
-from meshwise.jobs import TrainingJob
+from meshwise.costs.problem import TrainingProblem
+from meshwise.jobs import TrainingJob, trainable_parameters
 from meshwise.jobs.serving_precision import parse_serving_precision, quantised
 from meshwise.models import Model
 from meshwise.report.report import Report
@@ -28,6 +29,15 @@ def length_words(model: Model, seq_len: float) -> tuple[str, ...]:
     if longest is None or seq_len <= longest:
         return ()
     return (f"sequences of {seq_len:,.0f} tokens exceed the {longest:,} that {model.name} was trained for",)
+
+
+def tuning_words(problem: TrainingProblem) -> str | None:
+    """What is trained, where that is not everything."""
+    if problem.job.tuning.full:
+        return None
+    trained = trainable_parameters(problem.train_program())
+    share = format_percent(trained / problem.model.parameters.total)
+    return f"fine-tuning: {problem.job.tuning.meaning}; {trained:,} trainable parameters, {share} of the model's"
 
 
 def rounded_words(job: TrainingJob, tokens: float) -> str | None:

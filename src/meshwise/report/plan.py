@@ -22,9 +22,7 @@ from meshwise.core.units import (
 )
 from meshwise.costs.explain import paddings
 from meshwise.costs.hidden import named_overlap
-from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import runs_in
-from meshwise.jobs import trainable_parameters
 from meshwise.report.attention import dealt_out, plan_notes
 from meshwise.report.breakdown import plan_data
 from meshwise.report.chart import Bars, Beside, bars_svg
@@ -39,7 +37,7 @@ from meshwise.report.diagnosis import (
 )
 from meshwise.report.likely import likely_range, likely_words
 from meshwise.report.memory import padding_words, stage_words
-from meshwise.report.model import length_words, rounded_words
+from meshwise.report.model import length_words, rounded_words, tuning_words
 from meshwise.report.plan_details import (
     headroom_words,
     interrupted_words,
@@ -252,15 +250,6 @@ _COUNTED = {
 }
 
 
-def _tuning(problem: TrainingProblem) -> str | None:
-    """What is trained, where that is not everything."""
-    if problem.job.tuning.full:
-        return None
-    trained = trainable_parameters(problem.train_program())
-    share = format_percent(trained / problem.model.parameters.total)
-    return f"fine-tuning: {problem.job.tuning.meaning}; {trained:,} trainable parameters, {share} of the model's"
-
-
 def _assumed(plan: Plan) -> tuple[str, ...]:
     """What was taken for granted, and what was changed."""
     problem, estimate = plan.problem, plan.estimate
@@ -277,7 +266,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         *cluster.notes,
         "the batch may be rounded so that it divides; --batch-slack 0 forbids it" if rounded else None,
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
-        _tuning(problem),
+        tuning_words(problem),
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
         named_overlap(problem.on_slices, plan.layout),
         f"MFU counts {_COUNTED[job.tuning.full]}, causal attention as computed, no recomputation",

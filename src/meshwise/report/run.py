@@ -15,7 +15,7 @@ from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.hardware.kernels import GROUPED_PRODUCTS
 from meshwise.hardware.names import vendor_of_device
-from meshwise.report.model import rounded_words
+from meshwise.report.model import rounded_words, tuning_words
 from meshwise.report.report import Report
 from meshwise.report.table import or_dash, picked, said, table
 from meshwise.search import Plan
@@ -122,6 +122,7 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
         body=(_comparison(result),),
         assumed=said(
             rounded_words(result.plan.problem.job, result.plan.estimate.tokens),
+            tuning_words(result.plan.problem),
             f"tokens: {result.data}",
             f"learning rate: {result.learning_rate}",
             f"times: {times}; compiling took {format_time(result.compile_seconds)}",
