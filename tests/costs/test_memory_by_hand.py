@@ -66,6 +66,19 @@ def test_a_loss_in_chunks_holds_the_logits_of_one(compiled):
     assert {name: whole[name] for name in others} == {name: chunked[name] for name in others}
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_capped_logits_and_one_gradient_of_them_are_held_by_what_is_compiled(compiled):
+    """The gradient before the cap, beside what the cap made; one after the other where each is an array."""
+    model, tokens = load_model("gemma-2-2b"), 2 * T
+    job = TrainingJob(batch_tokens=str(16 * T), seq_len=str(T), precision="mixed")
+    problem = TrainingProblem(model, job, parse_cluster("h100:8"), CALIBRATION[compiled])
+    layout = Layout(fsdp=8, micro_batch=2, remat="full", wires=(("fsdp", (8,)),))
+    found = estimate_training(problem, Fabric.of(problem.cluster), layout).memory["logits_and_loss"]
+    beside = 3 * 2304 + 2  # residual, its norm, that norm's gradient, losses and theirs
+    assert found == pytest.approx((2 if compiled else 3) * tokens * 256_000 * BF16, rel=beside / 256_000)
+    assert found > (2 if compiled else 3) * tokens * 256_000 * BF16
+
+
 def test_parameters_are_the_published_number():
     assert PARAMETERS == 8_030_261_248
 

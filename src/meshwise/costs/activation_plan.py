@@ -172,19 +172,24 @@ def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, com
 
     What was kept is let go of once it has been read, gradients of weights once they are scattered. Besides, weights
     that only the forward pass reads, with its results. Where it is `compiled`, the others are let go of, too: gathered
-    once for both passes, they are gone when their own gradient is made.
+    once for both passes, they are gone when their own gradient is made; and what is elementwise, and read by nothing
+    else, is made as it is read (the gradient of capped logits, of which that before the cap is made).
     """
     born: dict[Held, int] = dict.fromkeys(placed.kept, -1)
+    nowhere = _made_as_read(placed) if compiled else set()
     dies: dict[Held, int] = {}
     in_turn = [at for at, item in enumerate(placed.backward) if any(map(_in_chunk, (*_read(item), *_made(item))))]
     for at, item in enumerate(placed.backward):
         # Of what goes chunk by chunk, all else is there from the first to the last.
         begins, ends = (in_turn[0], in_turn[-1]) if at in in_turn else (at, at)
         for h in _read(item):
+            if h in nowhere:
+                continue
             born.setdefault(h, -1)
             dies[h] = at if _in_chunk(h) else ends
         for h in _made(item):
-            born.setdefault(h, at if _in_chunk(h) else begins)
+            if h not in nowhere:
+                born.setdefault(h, at if _in_chunk(h) else begins)
     moments: dict[Moment, None] = {}  # in order
     gathered = {h: -1 for h in placed.gathered if compiled and h in dies}
     for at in range(len(placed.backward)):
@@ -197,6 +202,15 @@ def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, com
         weights = symbols.sum((symbols.held(h), element_bytes(h.tensor, precision)) for h in forward)
         moments[symbols.held_bytes(results[-1:], precision), weights] = None
     return _largest_moments(moments, symbols)
+
+
+def _made_as_read(placed: PlacedBlock) -> set[Held]:
+    """What elementwise operations of the backward pass make for others of them alone."""
+    elementwise = {True: set[Held](), False: set[Held]()}
+    for item in placed.backward:
+        elementwise[item.moves is False and isinstance(item.op, Elementwise)].update(_read(item))
+    made = {i.output for i in placed.backward if i.moves is False and isinstance(i.op, Elementwise)}
+    return (made & elementwise[True]) - elementwise[False]
 
 
 def _in_chunk(held: Held) -> bool:

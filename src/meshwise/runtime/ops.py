@@ -213,15 +213,19 @@ _scaled.defvjp(_scaled_forward, _scaled_backward)
 
 def _loss(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     """Cross-entropy of every token [B, T] from logits [B, T, V], without an index into an axis that may be split."""
-    return _cross_entropy(*inputs)
+    return _cross_entropy(inputs[0], inputs[1], op.inputs[0].name != "logits.scaled")
 
 
-@jax.custom_vjp
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return _cross_entropy_forward(logits, labels)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cross_entropy(logits: jax.Array, labels: jax.Array, multiplied: bool) -> jax.Array:
+    """`multiplied`: whether products read the gradient of the logits as it is, not what is made of it next."""
+    return _cross_entropy_forward(logits, labels, multiplied)[0]
 
 
-def _cross_entropy_forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _cross_entropy_forward(
+    logits: jax.Array, labels: jax.Array, multiplied: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    del multiplied
     wide = logits.astype(jnp.float32)
     largest = jnp.max(wide, axis=-1, keepdims=True)
     denominator = jnp.log(jnp.sum(jnp.exp(wide - largest), axis=-1)) + largest[..., 0]
@@ -229,15 +233,19 @@ def _cross_entropy_forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Ar
     return denominator - own, (logits, labels, denominator)
 
 
-def _cross_entropy_backward(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, None]:
+def _cross_entropy_backward(
+    multiplied: bool, kept: tuple[jax.Array, ...], gradient: jax.Array
+) -> tuple[jax.Array, None]:
     """Logits, element by element, become their gradient, which may take their place.
 
     It is made once: a compiler that made it again for each product that reads it would hold logits and copies of it.
+    Of capped ones the gradient before the cap is made of it at once, and it is nowhere itself.
     """
     logits, labels, denominator = kept
     share = jnp.exp(logits.astype(jnp.float32) - denominator[..., None])
     wide = gradient[..., None] * (share - _is_label(logits, labels))
-    return jax.lax.optimization_barrier(wide.astype(logits.dtype)), None
+    narrow = wide.astype(logits.dtype)
+    return jax.lax.optimization_barrier(narrow) if multiplied else narrow, None
 
 
 def _is_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
