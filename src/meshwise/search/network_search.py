@@ -43,7 +43,7 @@ _FEW_WAYS = 2
 _NEAR = 1.2
 
 #: Times as long as its leader that what is priced of a kind for a first look may take.
-_NEARLY = 1.02
+_NEARLY = 1.015
 
 #: So few layouts are all priced: their bounds would take longer.
 _FEW = 64
