@@ -31,6 +31,7 @@ def on_its_chip():
         peak_bytes_in_use=55 * 10**9,
         learning_rate="0.0003",
         data="synthetic",
+        weights="drawn by seed 0",
     )
 
 
@@ -48,7 +49,7 @@ def test_a_rounded_batch_is_said(on_its_chip):
     problem = on_its_chip.plan.problem
     asked = replace(problem, job=problem.job.model_copy(update={"batch_tokens": 500_000}))
     other = replace(on_its_chip, plan=replace(on_its_chip.plan, problem=asked))
-    assert run_report(on_its_chip, {}).assumed[0] == "tokens: synthetic"
+    assert run_report(on_its_chip, {}).assumed[:2] == ("weights: drawn by seed 0", "tokens: synthetic")
     assert run_report(other, {}).assumed[0] == "batch: 524,288 tokens, +4.9 % of what was asked, so that it divides"
 
 

@@ -242,6 +242,14 @@ def test_a_batch_of_no_whole_sequences_is_said_with_the_nearest_that_is():
         estimate(p, "fsdp=64")
 
 
+def test_positions_that_ulysses_leaves_too_few_of_are_said():
+    p = problem("llama-3-8b", "h100:8", batch_tokens="8Ki", seq_len="512")
+    with pytest.raises(
+        LayoutError, match=r"ulysses x context = 8 leaves a device 64 of 512 positions.* --seq-len 1,024"
+    ):
+        estimate(p, "ulysses=4,context=2")
+
+
 def test_odd_real_numbers():
     """LLaMA-3-70B, 4Mi tokens of 4,096, on a whole v5p pod of 8,960 chips: 1,024 sequences do not divide."""
     p = problem("llama-3-70b", "v5p:16x20x28", batch_tokens="4Mi", seq_len="4096", tokens="15T")

@@ -69,6 +69,7 @@ def train_as_planned(
         learning_rate=str(_learning_rate(request)),
         evaluations=trained.evaluations,
         data=_data(request),
+        weights=_begun_with(plan, request, trained.first),
     )
 
 
@@ -165,6 +166,16 @@ def _evaluation(plan: Plan, request: RunRequest) -> Evaluation | None:
 
 def _file(request: RunRequest) -> str | None:
     return request.text if request.token_file is None else request.token_file
+
+
+def _begun_with(plan: Plan, request: RunRequest, first: int) -> str:
+    """The weights before the first step, in words."""
+    if first > 1:
+        return f"of step {first - 1:,} in {request.checkpoint}"
+    if request.weights is not None:
+        return request.weights
+    beside = "" if plan.problem.job.tuning.full else ", which nobody trained: adapters are for published --weights"
+    return f"drawn by seed {request.seed}{beside}"
 
 
 def _data(request: RunRequest) -> str:

@@ -38,7 +38,7 @@ class RunResult(Answer):
         state_bytes, temporary_bytes: of one device, as compiled; None where the backend does not tell.
         peak_bytes_in_use: of the fullest device; None where the backend does not tell.
         learning_rate: of the steps, in words.
-        data: the tokens, in words.
+        data, weights: the tokens, and what training began with, in words.
         evaluations: numbers of the steps after which a held-out file was evaluated, and its losses.
         is_first_process: whether this process speaks for all that ran together.
     """
@@ -60,6 +60,7 @@ class RunResult(Answer):
     peak_bytes_in_use: int | None
     learning_rate: str
     data: str
+    weights: str
     is_first_process: bool = True
     evaluations: tuple[tuple[int, float], ...] = ()
 
@@ -123,6 +124,7 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
         assumed=said(
             rounded_words(result.plan.problem.job, result.plan.estimate.tokens),
             tuning_words(result.plan.problem),
+            f"weights: {result.weights}",
             f"tokens: {result.data}",
             f"learning rate: {result.learning_rate}",
             f"times: {times}; compiling took {format_time(result.compile_seconds)}",

@@ -326,8 +326,9 @@ def zeros(abstract: Any) -> Any:
 def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: int, abstract: Tree) -> Tree:
     """Draw initial values: normal by the width that is summed over, ones in norms, zeros in biases.
 
-    They depend on seed and names alone, not on devices. Each weight is drawn where it is held, by a program that all of
-    one shape share: one program of all weights takes seconds to compile.
+    They depend on seed and names alone, not on devices: the layers of a run in the order in which they are stacked,
+    which is their own but in interleaved pipelines. Each weight is drawn where it is held, by a program that all of one
+    shape share: one program of all weights takes seconds to compile.
 
     Args:
         parameters: by run and name.

@@ -20,7 +20,7 @@ from meshwise.costs.schedules import find_schedule
 from meshwise.search.asked import SearchResult, SearchSpace
 from meshwise.search.candidates import Choices, batch_cuts
 from meshwise.search.constraints import asked_choices
-from meshwise.search.limits import batch_error
+from meshwise.search.limits import MIN_POSITIONS, batch_error
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found, rank
 from meshwise.search.search import search
@@ -34,10 +34,6 @@ from meshwise.sharding.remat import check_remat
 #: of memory is worth less than one that is half a percent slower.
 MAX_MEMORY = 0.9
 
-#: Fewest positions that a context shard may hold: one tile of the matrix unit.
-_MIN_POSITIONS = 128
-
-
 #: Share of a step by which placements are not told apart where nothing fits.
 _NO_SLOWER = 0.02
 
@@ -50,7 +46,7 @@ def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = 
     unbounded = problem.cluster.num_chips
     largest = {
         "tensor": heads,
-        "context": max(1, int(job.seq_len) // _MIN_POSITIONS),
+        "context": max(1, int(job.seq_len) // MIN_POSITIONS),
         "ulysses": heads,
         "expert": experts,
         "fsdp": unbounded,

@@ -26,6 +26,9 @@ from meshwise.search.search import search
 from meshwise.search.space import parts_up_to, shrunken
 from meshwise.sharding.layout import LayoutRequest
 
+#: Fewest positions that a context shard may hold: one tile of the matrix unit.
+MIN_POSITIONS = 128
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -188,6 +191,13 @@ def batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError
     replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
     unit = replicas * request.choices.get("micro_batch", 1) * request.choices.get("num_microbatches", 1)
     nearest = max(1, round(job.sequences / unit)) * unit
+    split = request.sizes["ulysses"] * request.sizes["context"]
+    if request.sizes["ulysses"] > 1 and job.seq_len < MIN_POSITIONS * split:
+        return LayoutError(
+            f"layout: ulysses x context = {split:,} leaves a device {job.seq_len / split:,.0f} of {job.seq_len:,.0f} "
+            f"positions; with ulysses it has {MIN_POSITIONS:,} at least, a tile of the matrix unit: use sizes of at "
+            f"most {max(1, job.seq_len // MIN_POSITIONS):,.0f} together, or --seq-len {MIN_POSITIONS * split:,}"
+        )
     return LayoutError(
         f"layout: a batch of {_batch(job)} does not divide over data x fsdp x expert = {replicas:,} "
         f"(in units of {unit:,} sequences) within {job.batch_slack:.0%}; "
