@@ -112,7 +112,7 @@ def test_a_run_begins_with_published_weights(folder):
     tokens = SyntheticTokens(96, 0).sequences(1, plan.layout.sequences, 33)
     step = make(GOLDEN.model, Layout(), length=32)
     weights = starting_state(step, open_weights(folder, GOLDEN.model))["weights"]
-    expected = jax.jit(step.stack.losses)(weights, tokens[:, :-1], tokens[:, 1:]).mean()
+    expected = jax.jit(step.stack.losses)(weights, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}).mean()
     assert begun.losses[0] == pytest.approx(float(expected), rel=1e-5)
     assert abs(begun.losses[0] - np.log(96)) > 0.1  # of drawn weights it is about that
 
