@@ -43,12 +43,13 @@ def test_a_document_has_the_losses_that_it_has_alone(name):
     model = dense() if name == "dense" else configured(name, MODELS[name])
     step = make(model, Layout(remat="none"), documents=True)
     weights, batch = weights_of(step), {part: x[0] for part, x in batch_of(step).items()}
-    found = jax.jit(step.stack.losses)(weights, batch)
+    losses = jax.jit(step.stack.losses)
+    found = losses(weights, batch)
     begins = np.unique(batch["documents"][0])
     assert len(begins) > 1
     for first, last in zip(begins, [*begins[1:], LENGTH], strict=True):
         own = {part: batch[part][:, first:last] for part in ("tokens", "labels")}
-        np.testing.assert_allclose(found[:, first:last], step.stack.losses(weights, own), rtol=2e-4)
+        np.testing.assert_allclose(found[:, first:last], losses(weights, own), rtol=2e-4)
 
 
 def test_attention_that_sees_what_follows_is_refused():
