@@ -178,6 +178,14 @@ def test_initial_values_do_not_depend_on_the_layout():
     other = make(model, Layout(micro_batch=4)).initial_state(4)
     for one, same in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(same))
+    dealt = make(
+        dense("D=16 F=32 L=4 N=2 V=32"), Layout(stage=2, virtual_stages=2, num_microbatches=2, schedule="interleaved")
+    )
+    four = make(dense("D=16 F=32 L=4 N=2 V=32"), Layout(micro_batch=4))
+    held, whole = (step.initial_state(3)["weights"]["layer"]["w_gate"] for step in (dealt, four))
+    order = dealt.layer_order["layer"]["layers"]
+    assert order == [0, 2, 1, 3]
+    np.testing.assert_array_equal(np.asarray(held).reshape(whole.shape), np.asarray(whole)[order])
     gate = [np.asarray(s["weights"]["layer"]["w_gate"]) for s in (alone, other)]
     assert np.abs(gate[0] - gate[1]).max() > 0.1
     assert gate[0].std() == pytest.approx(16**-0.5, rel=0.1)

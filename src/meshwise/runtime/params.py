@@ -169,6 +169,7 @@ class Parameter:
         tensor: of the program, with its axes.
         stack: sizes of the leading dimensions that number layers.
         staged: whether the first of these numbers stages of a pipeline, which hold their own.
+        dealt: whether the second numbers the pieces of a stage, to which stages are dealt layers in turn.
         shape: of all, stack first.
         scale: standard deviation of the initial values; 0 for constants.
         constant: initial value where `scale` is 0.
@@ -181,6 +182,7 @@ class Parameter:
     scale: float
     constant: float = 0.0
     staged: bool = False
+    dealt: bool = False
     summed: tuple[int, ...] = ()
 
     def abstract(self, placement: Placement, part: str, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -275,7 +277,8 @@ def describe_parameters(
         shape = (*stack, *(int(sizes[a]) for a in t.axes))
         scale, constant = _initial(t, block, sizes, numerics)
         staged, summed = key in layers and pipeline != (), _summed(t, block)
-        return Parameter(t, stack, shape, scale, constant, staged=staged, summed=summed)
+        dealt = staged and len(pipeline) > 1
+        return Parameter(t, stack, shape, scale, constant, staged=staged, dealt=dealt, summed=summed)
 
     return {
         key: {t.name: one(t, key, blocks[name], stack) for t in blocks[name].weights}
@@ -326,9 +329,8 @@ def zeros(abstract: Any) -> Any:
 def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: int, abstract: Tree) -> Tree:
     """Draw initial values: normal by the width that is summed over, ones in norms, zeros in biases.
 
-    They depend on seed and names alone, not on devices: the layers of a run in the order in which they are stacked,
-    which is their own but in interleaved pipelines. Each weight is drawn where it is held, by a program that all of one
-    shape share: one program of all weights takes seconds to compile.
+    They depend on seed and names alone, not on devices. Each weight is drawn where it is held, by a program that all of
+    one shape share: one program of all weights takes seconds to compile.
 
     Args:
         parameters: by run and name.
@@ -341,7 +343,7 @@ def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: int,
             constant = np.broadcast_to(np.asarray(parameter.constant, held.dtype), held.shape)
             return jax.make_array_from_callback(held.shape, held.sharding, lambda index: constant[index])
         own = np.asarray(jax.random.key_data(jax.random.fold_in(key_of_seed, zlib.crc32(path.encode()))))
-        return _drawing(held.shape, held.dtype, held.sharding)(own, np.float32(parameter.scale))
+        return _drawing(held.shape, held.dtype, held.sharding, parameter.dealt)(own, np.float32(parameter.scale))
 
     key_of_seed = jax.random.key(seed)
     return {
@@ -351,11 +353,13 @@ def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: int,
 
 
 @lru_cache(maxsize=256)
-def _drawing(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """Jitted: (data of a key, standard deviation) -> normal values."""
+def _drawing(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, dealt: bool) -> Any:
+    """Jitted: (data of a key, standard deviation) -> normal values, of layers in their order, `dealt` or not."""
+    drawn = (shape[1], shape[0], *shape[2:]) if dealt else shape
 
     def draw(key: jax.Array, scale: jax.Array) -> jax.Array:
-        return (jax.random.normal(jax.random.wrap_key_data(key), shape, jnp.float32) * scale).astype(dtype)
+        values = (jax.random.normal(jax.random.wrap_key_data(key), drawn, jnp.float32) * scale).astype(dtype)
+        return jnp.swapaxes(values, 0, 1) if dealt else values
 
     return jax.jit(draw, out_shardings=sharding)
 
