@@ -12,7 +12,7 @@ from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.jobs import parse_fine_tuning
 from meshwise.models import as_published
 from meshwise.runtime.adapters import Adapters
-from meshwise.runtime.weights import writing
+from meshwise.runtime.weights import open_weights, writing
 from meshwise.runtime.weights.peft import write_adapters
 from tests.runtime.golden import NAMES, Golden
 from tests.runtime.test_saved_weights import arrays_of
@@ -77,6 +77,14 @@ def test_experts_that_the_library_does_not_read_are_refused_by_name(name, tmp_pa
     with pytest.raises(ConfigError, match=rf"has adapters, and of mixtures of family '{name}' .*--to transformers"):
         write_adapters(golden.model, adapters.tuning, own, tmp_path / "own", name)
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_are_no_weights_to_begin_with(tmp_path):
+    golden = Golden.of("llama")
+    adapters, own = drawn(golden, "lora:rank=2,targets=q")
+    write_adapters(golden.model, adapters.tuning, own, tmp_path / "adapters", "base")
+    with pytest.raises(MeshwiseError, match=r"holds adapters alone.*'export --to transformers'"):
+        open_weights(tmp_path / "adapters", golden.model)
 
 
 @pytest.mark.jax

@@ -170,6 +170,9 @@ class Stored:
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _INDEX = "model.safetensors.index.json"
 
+#: File of adapters, as PEFT names it.
+ADAPTERS = "adapter_model.safetensors"
+
 
 class SafetensorsFiles:
     """Tensors by name, over one or several files.
@@ -191,6 +194,11 @@ class SafetensorsFiles:
         parts = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if (path / _INDEX).is_file():
             parts = [path / name for name in _indexed(path / _INDEX)]
+        if [part.name for part in parts] == [ADAPTERS]:
+            raise MeshwiseError(
+                f"--weights {path}: holds adapters alone, without the weights beside which they were trained; give the "
+                "--checkpoint folder of that run, or what 'export --to transformers' writes of it"
+            )
         if not parts:
             raise MeshwiseError(f"--weights {path}: expected a .safetensors file in the folder, found none")
         try:

@@ -19,7 +19,7 @@ from meshwise.core.errors import ConfigError
 from meshwise.core.files import write_whole
 from meshwise.jobs import FineTuning
 from meshwise.models import Model
-from meshwise.runtime.weights.files import Array, Shape
+from meshwise.runtime.weights.files import ADAPTERS, Array, Shape
 from meshwise.runtime.weights.loading import Piece, Published
 from meshwise.runtime.weights.names import hub_names
 from meshwise.runtime.weights.writing import Written, new_folder, save, tensor_names
@@ -29,7 +29,7 @@ _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 #: and PEFT takes dense layers and shared experts of other families for experts, which have the same names.
 _EXPERTS = ("mixtral",)
 _ATTENTION = FineTuning("lora:targets=attention", "lora", targets=("attention",))
-_FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_CONFIG = "adapter_config.json"
 
 
 def write_adapters(
@@ -53,10 +53,10 @@ def write_adapters(
     modules = list(_modules(published, own))
     held = {f"{_PREFIX}{m.name}.{key}": array for m in modules for key, array in m.matrices(own, tuning.rank).items()}
     with new_folder(folder) as unfinished:
-        save(held, unfinished / _FILE)
+        save(held, unfinished / ADAPTERS)
         config = _config(published, modules, tuning, base)
         write_whole(unfinished / _CONFIG, json.dumps(config, indent=2) + "\n")
-    return Written(folder, (_FILE, _CONFIG), len(held), sum(a.nbytes for a in held.values()), config)
+    return Written(folder, (ADAPTERS, _CONFIG), len(held), sum(a.nbytes for a in held.values()), config)
 
 
 @dataclass(frozen=True)
