@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from meshwise.costs.activation_plan import Compiled
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.lower import LoweredTrainingBlock, Symbolic
 from meshwise.costs.relevant import relevant_choices
@@ -32,7 +33,8 @@ def test_what_is_shared_is_what_would_be_read_of_the_block_alone(name):
             assert found.placed == placed
             for part in ("items", "passes", "collectives", "state", "update", "activations"):
                 assert getattr(found, part) == getattr(alone, part)
-            for part in ("buffers", "operations", "compiled_operations"):
-                assert getattr(found.activations, part) == getattr(alone.activations, part)
+            assert found.activations.buffers == alone.activations.buffers
+            for compiled in (None, Compiled(), Compiled(overwrites=True), Compiled(stay=True)):
+                assert found.activations.operations(compiled) == alone.activations.operations(compiled)
             shares += found.computes_as is not None and found.stores_as is not None
     assert shares

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from meshwise.core.tensors import Attention, Convert, Elementwise, Kind
 from meshwise.costs.extents import CHUNK_AXIS, Symbols, Volume, WeightedSum, element_bytes
@@ -23,6 +24,18 @@ Moment = tuple[WeightedSum, WeightedSum]
 Buffers = tuple[tuple[WeightedSum, tuple[str, ...]], ...]
 
 
+class Compiled(NamedTuple):
+    """How a compiler holds what it makes; eager software has none.
+
+    Args:
+        overwrites: whether what is elementwise is written over what it is made of.
+        stay: whether a head's gathered weights are there while their gradient is made.
+    """
+
+    overwrites: bool = False
+    stay: bool = False
+
+
 @dataclass(frozen=True)
 class ActivationPlan:
     """Bytes of activations of one copy of a block before sizes are known.
@@ -34,7 +47,7 @@ class ActivationPlan:
         kept_scores, remade_scores: scores of attention where kernels are not fused, and masks of dropout where that is
             done to what each part of a layer adds: kept, or made again.
         find_buffers: `buffers`.
-        find_moments: what each operation of the backward pass holds, as `operations`; `compiled` or not.
+        find_moments: `operations`.
     """
 
     kept: WeightedSum
@@ -43,25 +56,23 @@ class ActivationPlan:
     kept_scores: WeightedSum
     remade_scores: WeightedSum
     find_buffers: Callable[[], Buffers] = field(compare=False, repr=False)
-    find_moments: Callable[..., tuple[Moment, ...]] = field(compare=False, repr=False)
+    find_moments: Callable[[Compiled | None], tuple[Moment, ...]] = field(compare=False, repr=False)
+    found: dict[Compiled | None, tuple[Moment, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def buffers(self) -> Buffers:
         """Gathered or unreduced activations, each with the mesh axes that it was moved over, data and fsdp left out."""
         return self.find_buffers()
 
-    @cached_property
-    def operations(self) -> tuple[Moment, ...]:
+    def operations(self, compiled: Compiled | None = None) -> tuple[Moment, ...]:
         """What each operation of the backward pass holds: activations (of a layer, besides these), and gradients.
 
-        Of gradients those of weights that are still to be scattered; the largest counts.
+        Of gradients those of weights that are still to be scattered; the largest counts. A compiler fuses what is
+        elementwise, and lets go of a head's gathered weights once they are read, unless they stay.
         """
-        return self.find_moments(compiled=False)
-
-    @cached_property
-    def compiled_operations(self) -> tuple[Moment, ...]:
-        """The same where a compiler fuses what is elementwise, and a head's gathered weights go once they are read."""
-        return self.find_moments(compiled=True)
+        if (known := self.found.get(compiled)) is None:
+            known = self.found[compiled] = self.find_moments(compiled)
+        return known
 
 
 #: Bytes of a score of attention that wait for the backward pass: the softmax, what dropout left of it, and its mask
@@ -89,11 +100,7 @@ def activation_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision)
 
 def with_buffers(plan: ActivationPlan, placed: PlacedBlock, symbols: Symbols, precision: Precision) -> ActivationPlan:
     """The plan of a layer that sends other activations, and holds what `plan` is of."""
-
-    def moments(*, compiled: bool) -> tuple[Moment, ...]:
-        return plan.compiled_operations if compiled else plan.operations
-
-    return replace(plan, find_buffers=partial(_buffers, placed, symbols, precision), find_moments=moments)
+    return replace(plan, find_buffers=partial(_buffers, placed, symbols, precision))
 
 
 def in_chunks(placed: PlacedBlock) -> PlacedBlock:
@@ -146,7 +153,9 @@ def _scores(placed: PlacedBlock, symbols: Symbols) -> Mapping[bool, WeightedSum]
     return {again: symbols.sum(terms) for again, terms in found.items()}
 
 
-def _operations(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool) -> tuple[Moment, ...]:
+def _operations(
+    placed: PlacedBlock, symbols: Symbols, precision: Precision, compiled: Compiled | None
+) -> tuple[Moment, ...]:
     """What each operation of a layer's backward pass makes or reads besides what is kept anyway.
 
     Where it is `compiled`, what is elementwise is done where its result is read.
@@ -167,13 +176,16 @@ def _operations(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, 
     return largest
 
 
-def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool) -> tuple[Moment, ...]:
+def _moments(
+    placed: PlacedBlock, symbols: Symbols, precision: Precision, compiled: Compiled | None
+) -> tuple[Moment, ...]:
     """What is alive while each operation of a backward pass runs that follows its forward pass, or ends the step.
 
     What was kept is let go of once it has been read, gradients of weights once they are scattered. Besides, weights
     that only the forward pass reads, with its results. Where it is `compiled`, the others are let go of, too: gathered
     once for both passes, they are gone when their own gradient is made; and what is elementwise, and read by nothing
-    else, is made as it is read (the gradient of capped logits, of which that before the cap is made).
+    else, is made as it is read (the gradient of capped logits, of which that before the cap is made); it may be written
+    over what was kept for it.
     """
     born: dict[Held, int] = dict.fromkeys(placed.kept, -1)
     nowhere = _made_as_read(placed) if compiled else set()
@@ -186,12 +198,13 @@ def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision, *, com
             if h in nowhere:
                 continue
             born.setdefault(h, -1)
-            dies[h] = at if _in_chunk(h) else ends
+            over = compiled and compiled.overwrites and _written_over(item, h, nowhere)
+            dies[h] = at - 1 if over else at if _in_chunk(h) else ends
         for h in _made(item):
             if h not in nowhere:
                 born.setdefault(h, at if _in_chunk(h) else begins)
     moments: dict[Moment, None] = {}  # in order
-    gathered = {h: -1 for h in placed.gathered if compiled and h in dies}
+    gathered = {h: -1 for h in placed.gathered if compiled and not compiled.stay and h in dies}
     for at in range(len(placed.backward)):
         alive = [h for h, birth in (born | gathered).items() if birth <= at <= dies.get(h, birth)]
         moments[_moment(alive, symbols, precision, gathered)] = None
@@ -211,6 +224,13 @@ def _made_as_read(placed: PlacedBlock) -> set[Held]:
         elementwise[item.moves is False and isinstance(item.op, Elementwise)].update(_read(item))
     made = {i.output for i in placed.backward if i.moves is False and isinstance(i.op, Elementwise)}
     return (made & elementwise[True]) - elementwise[False]
+
+
+def _written_over(item: LocalOp | Transfer, held: Held, nowhere: Collection[Held]) -> bool:
+    """Whether what an operation makes of things that are nowhere takes the place of this, which it reads."""
+    made = _made(item)
+    alike = [h for h in made if (h.tensor.axes, h.sharding) == (held.tensor.axes, held.sharding)]
+    return bool(alike) and any(h in nowhere for h in _read(item))
 
 
 def _in_chunk(held: Held) -> bool:

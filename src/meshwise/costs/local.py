@@ -186,7 +186,10 @@ def _local_memory(problem: TrainingProblem, b: LoweredTrainingBlock, prices: Loc
     if (known := prices.memories.get(b.number)) is not None:
         return known
     bucketed = problem.bucketed and b.role == "layer"
-    found = local_memory(b.activations, b.state, prices.held_extents, problem.calibration, bucketed=bucketed)
+    found = local_memory(
+        b.activations, b.state, prices.held_extents, problem.calibration,
+        bucketed=bucketed, overwrites=prices.own is not None and prices.own.fuses_loss,
+    )  # fmt: skip
     if b.role != "layer":
         prices.memories[b.number] = found
     return found

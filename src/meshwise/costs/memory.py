@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.core.tensors import Block
-from meshwise.costs.activation_plan import ActivationPlan, Moment
+from meshwise.costs.activation_plan import ActivationPlan, Compiled, Moment
 from meshwise.costs.arithmetic import Condition, Num, is_zero, maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.ends import End, pipeline_ends
@@ -70,7 +70,13 @@ class LocalMemory:
 
 
 def local_memory(
-    plan: ActivationPlan, weights: StatePlan, extents: Extents, calibration: Calibration = IDENTITY, *, bucketed: bool
+    plan: ActivationPlan,
+    weights: StatePlan,
+    extents: Extents,
+    calibration: Calibration = IDENTITY,
+    *,
+    bucketed: bool,
+    overwrites: bool = False,
 ) -> LocalMemory:
     """Size the activations of a block.
 
@@ -80,15 +86,16 @@ def local_memory(
         calibration: says what the software fuses, and gathers at once.
         bucketed: whether the block's gradients are scattered together, while the block before is at work; else each
             while the next is made.
+        overwrites: as in `Compiled`, of a compiler.
     """
     # Where a layer travels whole, its results wait as in eager software.
-    compiled = calibration.compiled and not bucketed
+    compiled = Compiled(overwrites=overwrites) if calibration.compiled and not bucketed else None
     remade = extents.weighted(plan.compiled_remade if compiled else plan.remade)
     kept = extents.weighted(plan.kept)
     if calibration.unfused_attention:
         remade = remade + extents.weighted(plan.remade_scores)
         kept = kept + extents.weighted(plan.kept_scores)
-    moments = plan.compiled_operations if compiled else plan.operations
+    moments = plan.operations(compiled)
     if bucketed:
         largest = _most_activations(moments, extents)
         workspace = beside = remade + largest
@@ -98,7 +105,7 @@ def local_memory(
         workspace, beside = remade + largest, remade + besides
     added_up, dealt = tuple[Num, ...](), tuple[Num, ...]()
     if compiled and not weights.weights:  # no layer
-        most, besides, made = _most_with_gradients(plan.operations, extents)
+        most, besides, made = _most_with_gradients(plan.operations(compiled._replace(stay=True)), extents)
         added_up = (remade + most, remade + besides, made, 1.0)
         besides, made = _most_gradients(moments, extents)
         dealt = (remade + besides, made)

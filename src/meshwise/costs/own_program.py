@@ -55,7 +55,8 @@ class OwnProgram(NamedTuple):
         blocks: positions in a block of attention's kernel, the most first; none where they hardly matter.
         copies: whether what a layer of a loop keeps is copied into stacks of all layers, and out of them again.
         writes_out: whether loops over few layers are written out (`writes_layers_out`).
-        fuses_loss: whether the head's products make its elementwise gradients, the logits' above all, as they read.
+        fuses_loss: whether the head's products make its elementwise gradients, the logits' above all, as they read,
+            and capped ones' are written over the logits.
     """
 
     stays: float
