@@ -19,7 +19,7 @@ PLANS = [
     ("llama-3-8b", "h100:8", "data=2,fsdp=4,zero=2,micro_batch=1,remat=matmuls"),
     ("gemma-3-27b", "h100:8", "fsdp=4,context=2,context_method=gather,remat=full"),
     ("llama-3-8b", "h100:8", "fsdp=4,tensor=2,micro_batch=2,loss=chunked,remat=full"),
-    ("gemma-3-27b", "v5p:2x2x2", "fsdp=8,remat=full"),
+    ("gemma-3-4b", "v5p:2x2x2", "fsdp=8,remat=full"),
 ]
 
 

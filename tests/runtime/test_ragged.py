@@ -137,7 +137,7 @@ def test_so_do_those_whose_weights_are_waited_for_early(monkeypatch):
 @pytest.mark.jax
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated_exchange")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["alone", "exchange-tensor", "exchange-biased", "experts-on-tensor"])
 def test_so_do_those_that_a_gpu_multiplies(name, monkeypatch):
     """Slow because kernels are interpreted; proves that what is gathered first is multiplied as it lies in memory."""
     own = {

@@ -41,6 +41,12 @@ def gemma3(folder):
     return file
 
 
+@cache
+def opened(find, name, folder):
+    """The reader goes over the words of a vocabulary one by one."""
+    return open_weights(find(folder), Golden.of(name).model)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
@@ -70,7 +76,7 @@ def test_logits_and_greedy_tokens_are_those_of_the_reference_library(case, folde
         length=len(prompt) + len(expected),
         dtype=DType.FP32,
     )
-    weights = made.load(open_weights(find(folder), golden.model))
+    weights = made.load(opened(find, name, folder))
     prompts = np.tile(prompt, (sequences, 1))
     logits, _ = made.extend(weights, made.empty_cache(), prompts, 0)
     for found in np.asarray(logits):
