@@ -139,7 +139,8 @@ def update(
     mean = constants.beta1 * old["mean"] + (1 - constants.beta1) * g
     variance = constants.beta2 * old["variance"] + (1 - constants.beta2) * g * g
     count = step.astype(jnp.float32)
-    scaled_mean = mean / (1 - constants.beta1**count)
-    scaled_variance = variance / (1 - constants.beta2**count)
+    # Not divided: of divisions by one number compilers make products or not, and round as they do.
+    scaled_mean = mean * (1 / (1 - constants.beta1**count))
+    scaled_variance = variance * (1 / (1 - constants.beta2**count))
     change = scaled_mean / (jnp.sqrt(scaled_variance) + constants.epsilon) + decay * w
     return w - rate * change, {"mean": mean, "variance": variance}
