@@ -79,7 +79,9 @@ def _floor(plan: Plan, compiled: Compiled, mesh: DeviceMesh) -> StepFloor:
 
 def compare_program(plan: Plan, compiled: Compiled, mesh: DeviceMesh) -> tuple[Line, ...]:
     """Compare a program with what its plan expects."""
-    return compare(expect(plan.problem, plan.fabric, plan.layout, plan.estimate.memory), compiled, mesh)
+    estimate = plan.estimate
+    expected = expect(plan.problem, plan.fabric, plan.layout, estimate.memory, estimate.host_memory)
+    return compare(expected, compiled, mesh)
 
 
 def verify_best(

@@ -43,7 +43,7 @@ def compare(expected: Expected, compiled: Compiled, mesh: DeviceMesh) -> tuple[L
 
 
 def _memory_lines(expected: Expected, memory: CompiledMemory, compiled: Compiled) -> Iterator[Line]:
-    state = sum(expected.memory[name] for name in STATE)
+    state = sum(expected.memory[name] for name in STATE) - expected.streamed
     padding = sum(a.padded_bytes - a.num_bytes for p in compiled.module.main.parameters for a in p.shape.arrays)
     passed, held = (_differences(expected.more_memory.get(name, {})) for name in ("arguments", "temporaries"))
     yield explained(
@@ -51,7 +51,10 @@ def _memory_lines(expected: Expected, memory: CompiledMemory, compiled: Compiled
         (Difference("batch", expected.batch), Difference("tiles", padding), *passed),
         exact=0.001 * state,
     )
-    within = sum(expected.memory[name] for name in WITHIN)
+    if expected.host:
+        away, beyond = sum(expected.host.values()), _differences(expected.more_memory.get("host", {}))
+        yield explained(Line("memory", "host", away, memory.host_arguments), beyond, exact=0.001 * away)
+    within = sum(expected.memory[name] for name in WITHIN) + expected.streamed
     both = _joined((*passed, *held))
     yield _memory_line("temporaries", within, memory.alive - memory.arguments, held)
     yield _memory_line("peak", state + within, memory.alive, both)

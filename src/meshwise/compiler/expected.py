@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from meshwise.compiler.held import ends_beyond, held_beyond
 from meshwise.core.tensors import Attention
 from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.ends import own_positions
@@ -19,6 +20,7 @@ from meshwise.costs.estimate import evaluate_layout, layout_candidate
 from meshwise.costs.explain import KEPT, work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import Holding
+from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import Rounds
 from meshwise.costs.step import Ledger
@@ -94,64 +96,6 @@ def _planned_sends(rounds: Rounds) -> int:
     return (2 * rounds.pieces - ends) * rounds.num_microbatches
 
 
-def _held_beyond(rounds: Rounds, holdings: Iterable[Holding], stream: float, dealt: int) -> dict[str, float]:
-    """Bytes within the step that the program holds and the plan does not, by reason.
-
-    Args:
-        rounds: of the program.
-        holdings: of the plan's fullest stage, those of blocks that it lacks among them.
-        stream: bytes of one microbatch's stream between stages on one device.
-        dealt: as of `runs_beyond`.
-    """
-    own = list(holdings)
-    planned = sum(float(h.copies * h.num_bytes) for h in own if h.name == "activations" and h.block.role == "layer")
-    one = planned / _in_flight(own)
-    more: dict[str, float] = {
-        "every stage": _ends(own, ("gradients",)),
-        "dealt": rounds.num_microbatches * stream / dealt,
-        "one head": _at_work(own, dealt),
-        "in flight": one * sum(rounds.kept) / rounds.pieces - planned,
-    }
-    if rounds.schedule == "gpipe":  # what the last stage made, until the head has read it
-        more["in flight"] += rounds.forward * stream
-    return {reason: float(amount) for reason, amount in more.items() if amount}
-
-
-def _in_flight(holdings: Iterable[Holding]) -> float:
-    """Microbatches whose activations the plan holds: copies of a layer's activations over copies of its weights."""
-    layers = [h for h in holdings if h.block.role == "layer" and h.copies]
-    held = next(h for h in layers if h.name == "activations")
-    stored = next(h for h in layers if h.name == "parameters" and h.block.name == held.block.name)
-    return float(held.copies / stored.copies)
-
-
-#: Classes of which a stage holds those of the block at work.
-_MOMENT = ("logits_and_loss", "workspace", "gathered_weights", "communication_buffers")
-
-
-def _at_work(holdings: Iterable[Holding], dealt: int) -> float:
-    """What the block holds at work that needs most where all blocks are, less what is planned, waiting logits too."""
-    blocks: dict[str, dict[str, float]] = {}
-    planned = 0.0
-    for h in holdings:
-        if h.name in _MOMENT:
-            blocks.setdefault(h.block.name, {})[h.name] = float(h.num_bytes) / (
-                dealt if h.name == "logits_and_loss" else 1
-            )
-            planned += float(h.copies * h.num_bytes)
-    return max((sum(one.values()) for one in blocks.values()), default=0.0) - planned
-
-
-def _ends(holdings: Iterable[Holding], names: tuple[str, ...], shares: Mapping[str, float] | None = None) -> float:
-    """What embedding and head hold where these shares of each are, less what is planned; a tied table counts once."""
-    ends = [h for h in holdings if h.name in names and h.block.role != "layer"]
-    whole: dict[tuple[str, str], float] = {}
-    for h in ends:  # the first is the block's own, another is of what it shares
-        whole.setdefault((h.name, h.block.name), float(h.num_bytes))
-    stored = sum((shares or {}).get(block, 1.0) * num_bytes for (_, block), num_bytes in whole.items())
-    return stored - sum(float(h.copies * h.num_bytes) for h in ends)
-
-
 #: Axis of the slots of an expert.
 _SLOTS = "C"
 
@@ -198,10 +142,13 @@ class Expected:
         forward_flops: likewise, of one forward pass, as the program runs it.
         attentions: operations that are attention.
         slots: operations of experts -> slots that the program multiplies for each that the plan counts.
-        memory: class -> bytes.
+        memory: class -> bytes on the chip.
+        streamed: bytes of the optimizer's state among them, of layers on their way from the host's memory and back:
+            the program makes room for them within the step.
+        host: class -> bytes of the state in the host's memory.
         batch: bytes of token numbers and labels.
         more_flops: (block, operation) -> reason -> FLOPs that the program has and the plan does not.
-        more_memory: "arguments" or "temporaries" -> reason -> bytes, likewise.
+        more_memory: "arguments", "temporaries" or "host" -> reason -> bytes, likewise.
         moved: block, or "" for the update of weights -> bytes read from and written to HBM, all passes.
     """
 
@@ -215,6 +162,8 @@ class Expected:
     more_memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     moved: Mapping[str, float] = field(default_factory=dict)
     slots: Mapping[Operation, float] = field(default_factory=dict)
+    streamed: float = 0.0
+    host: Mapping[str, float] = field(default_factory=dict)
 
 
 def slots_over_routed(problem: TrainingProblem, layout: Layout, *, grouped: bool | None = None) -> float:
@@ -231,12 +180,19 @@ def slots_over_routed(problem: TrainingProblem, layout: Layout, *, grouped: bool
     return min(m.experts / m.top_k for m in mixtures)
 
 
-def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Mapping[str, float]) -> Expected:
+def expect(
+    problem: TrainingProblem,
+    fabric: Fabric,
+    layout: Layout,
+    memory: Mapping[str, float],
+    host: Mapping[str, float] | None = None,
+) -> Expected:
     """Read what a layout expects.
 
     Args:
         problem, fabric, layout: of the plan.
         memory: class -> bytes, of its estimate.
+        host: likewise in the host's memory, None for nothing.
     """
     workings, ledger = work_out(problem, fabric, layout), Ledger()
     evaluate_layout(problem, fabric, layout, ledger)
@@ -252,13 +208,15 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
     shares = _updated_shares(problem, layout) if rounds is not None else {}
     collectives = _collectives(ledger, layout, rounds, slots, dealt, shares=shares)
     more_memory: dict[str, Mapping[str, float]] = {}
+    away = [name for part in layout.offload for name in HOST_CLASSES[part] if name in _UPDATED]
     if rounds is not None:
-        stream = float(ledger.boundary_bytes)
+        stream, holdings = float(ledger.boundary_bytes), _all_on_chip(problem, fabric, layout, ledger)
         collectives += _between_stages(rounds, stream, dealt)
-        collectives += _of_shared_weights(rounds, ledger.holdings, _updated_ways(layout))
-        stored = _ends(ledger.holdings, ("parameters",)) + _ends(ledger.holdings, _UPDATED, shares)
-        more_memory["arguments"] = {"every stage": stored}
-        more_memory["temporaries"] = _held_beyond(rounds, ledger.holdings, stream, dealt)
+        collectives += _of_shared_weights(rounds, holdings, _updated_ways(layout))
+        stored, updated = ends_beyond(holdings, ("parameters",)), ends_beyond(holdings, _UPDATED, shares)
+        more_memory["arguments"] = {"every stage": stored + (0.0 if away else updated)}
+        more_memory["host"] = {"every stage": updated}
+        more_memory["temporaries"] = held_beyond(rounds, holdings, stream, dealt)
     return Expected(
         collectives=tuple(collectives),
         flops=flops.planned,
@@ -270,7 +228,18 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
         more_memory=more_memory,
         moved=_moved(workings),
         slots=dict.fromkeys(routed, slots) if slots > 1 else {},
+        streamed=sum(memory[name] for name in away),
+        host={name: num_bytes for name, num_bytes in (host or {}).items() if name in _UPDATED},
     )
+
+
+def _all_on_chip(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger) -> list[Holding]:
+    """What the chip holds where nothing is in the host's memory."""
+    if not layout.offload:
+        return ledger.holdings
+    found = Ledger()
+    evaluate_layout(problem, fabric, replace(layout, offload=(), offload_layers=None), found)
+    return found.holdings
 
 
 def _moved(workings: Breakdown) -> dict[str, float]:
