@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,21 @@ def test_optimizer_by_hand():
     assert away.terms["offload"] + away.hidden["offload"] == pytest.approx(stream, rel=1e-12)
     assert away.resources["host"] == pytest.approx(stream, rel=1e-12)
     assert away.step_time.upper == pytest.approx(kept.step_time.upper + 2 * stream, rel=1e-12)
+
+
+def test_our_own_programs_hide_no_stream_of_an_update():
+    """They update when all gradients are made, and one layer's state is in before it goes out."""
+    problem, fabric, layout = stated(fsdp=8, remat="full", precision="mixed", offload=("optimizer",))
+    own = replace(problem, calibration=replace(IDENTITY, compiled=True), in_step=True)
+    assert own.own_program
+    found = estimate_training(own, fabric, layout)
+    assert found.terms["offload"] == pytest.approx(2 * PARAMETERS * 12 / 8 / PCIE, rel=1e-12)
+    assert found.hidden["offload"] == 0
+    assert (
+        found.resources["host"]
+        == costed(fsdp=8, remat="full", precision="mixed", offload=("optimizer",)).resources["host"]
+    )
+    assert found.step_time.lower <= found.step_time.expected <= found.step_time.upper
 
 
 def test_activations_by_hand():

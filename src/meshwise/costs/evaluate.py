@@ -156,6 +156,7 @@ class Evaluated:
             stages=stages,
             hbm_capacity=self.problem.cluster.chip.hbm_usable,
             pipeline=pipeline,
+            update_last=self.problem.own_program,
         )
 
     def _copied(self, pipeline: Pipeline) -> Num:

@@ -5,7 +5,8 @@ rule, stated once (number 6 of `step`):
 
 * Optimizer: moments and master copies live on the host. Once a step the chip streams them in, updates them and streams
   them out, layer by layer as gradients become ready: this hides behind the last microbatch's backward pass, less one
-  layer. (So gradients are not clipped by a norm of all of them, or by that of the step before.)
+  layer. (So gradients are not clipped by a norm of all of them, or by that of the step before.) Our own programs
+  update when all gradients are made, layer by layer: the streams hide behind nothing, and one is in before it goes out.
 * Parameters: weights of layers live on the host and stream in for each forward and each backward pass of a layer, on
   the shards that the chip stores; new weights stream out once a step, with the optimizer. Embedding and head stay.
 * Activations: what layers keep goes out during their forward pass and comes back during their backward pass. Where only
@@ -67,6 +68,8 @@ class HostInputs:
         stages: memory of the first and the last stage.
         hbm_capacity: bytes.
         pipeline: schedule and sizes.
+        update_last: whether the update follows all gradients, and each layer comes in before it goes out: as it is in
+            our own programs.
     """
 
     link_bandwidth: float
@@ -75,6 +78,7 @@ class HostInputs:
     stages: tuple[StageMemory, ...]
     hbm_capacity: float
     pipeline: Pipeline
+    update_last: bool = False
 
     @property
     def num_microbatches(self) -> Num:
@@ -165,8 +169,12 @@ def _moves(host: HostInputs, which: frozenset[str], share: Num) -> list[HostMove
             states = maximum(states, _leaving(stage, "master_copies") + _leaving(stage, "optimizer"))
         if "parameters" in which:
             weights = maximum(weights, _leaving(stage, "parameters"))
-    moves.append(_move(None, Pass.STEP, (states + weights, states), cover * (1 - 1 / number), rate))
-    return moves
+    cover = 0.0 if host.update_last else cover * (1 - 1 / number)
+    update = _move(None, Pass.STEP, (states + weights, states), cover, rate)
+    if host.update_last:
+        seconds = (update.bytes_out + update.bytes_in) / rate
+        update = replace(update, seconds=seconds, exposed=seconds)
+    return [*moves, update]
 
 
 def _move(layer: LayerMemory | None, when: Pass, out_and_in: tuple[Num, Num], cover: Num, rate: float) -> HostMove:

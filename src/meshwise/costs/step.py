@@ -156,7 +156,7 @@ class HostMove:
         when: in which pass.
         copies: of the block.
         bytes_out, bytes_in: of one copy.
-        seconds: of one copy: the longer direction.
+        seconds: of one copy: the longer direction, or both where one waits for the other.
         cover: seconds of compute that it may hide behind.
         exposed: seconds that stick out.
     """

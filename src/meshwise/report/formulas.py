@@ -334,12 +334,14 @@ def _streams(w: Breakdown) -> Iterator[Explanation]:
     chip, efficiency = w.problem.cluster.chip, w.problem.calibration.link_efficiency
     rate = f"({format_bandwidth(chip.host_link_bandwidth)} x {format_percent(efficiency)})"
     for s in w.host:
-        longer = max(s.bytes_out, s.bytes_in)
+        longer = "bytes of the longer direction / (host link one way x achieved share)"
+        num_bytes, words = max(s.bytes_out, s.bytes_in), f"max(0, {longer} - compute that it may hide behind)"
+        if s.block is None and w.problem.own_program:
+            num_bytes, words = s.bytes_out + s.bytes_in, "bytes out and in / (host link one way x achieved share)"
         yield Explanation(
             f"host link, {s.block or 'update'} {s.when.value}",
-            "max(0, bytes of the longer direction / (host link one way x achieved share) - compute that it may hide "
-            "behind)",
-            f"max(0, {format_bytes(longer)} / {rate} - {format_time(s.cover)}) ({format_bytes(s.bytes_out)} out, "
+            words,
+            f"max(0, {format_bytes(num_bytes)} / {rate} - {format_time(s.cover)}) ({format_bytes(s.bytes_out)} out, "
             f"{format_bytes(s.bytes_in)} in)",
             format_time(s.exposed),
             f"{RULE.format(6)}; {HOST}; {sourced(w.problem.cluster, 'host_link_bandwidth')}",
