@@ -38,6 +38,21 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(run, monkeypatch, tmp_pa
     assert len(list((tmp_path / "cache" / "compiled").iterdir())) == 1
 
 
+@pytest.mark.jax
+def test_what_is_in_the_hosts_memory_is_not_the_chips(run):
+    done = run("verify", SMALL, "--on", "h100:4", *JOB[:5], "fsdp=4,remat=full,offload=optimizer", "--json")
+    assert done.code == 0, done.err
+    memory = {line["name"]: line for line in done.json["memory"]}
+    for name in ("arguments", "host"):
+        line = memory[name]
+        explained = sum(d["bytes"] for d in line["differences"] if d["reason"] != "unexplained")
+        assert line["compiled_bytes"] - explained == pytest.approx(line["predicted_bytes"], rel=1e-3), name
+    assert memory["host"]["compiled_bytes"] > memory["arguments"]["compiled_bytes"]
+    (compiled,) = (one["memory_bytes"] for one in done.json["compiled"])
+    assert compiled["host_temporaries"] == 0, "a copy of the state"
+    assert memory["peak"]["compiled_bytes"] <= compiled["arguments"] + compiled["temporaries"] + 2**12
+
+
 @pytest.mark.slow  # XLA's TPU compiler takes a minute for any program; proves that it is asked right
 def test_a_step_is_compiled_for_tpus_that_are_not_there(run):
     done = run("verify", SMALL, "--on", "v5e:2x2", *JOB, "--json")
@@ -76,7 +91,7 @@ def test_the_best_plans_of_a_search_are_compiled(run):
         ([SMALL, "--on", "h100:4", *JOB[:4]], "--layout is missing"),
         ([SMALL, "--on", "h100:4", *JOB, "--reduced"], "No such option '--reduced'"),
         pytest.param(  # what executes plans says so, which imports JAX
-            [SMALL, "--on", "h100:4", *JOB[:5], "fsdp=4,offload=optimizer"], "not yet executed", marks=pytest.mark.jax
+            [SMALL, "--on", "h100:4", *JOB[:5], "fsdp=4,offload=parameters"], "not yet executed", marks=pytest.mark.jax
         ),
     ],
 )

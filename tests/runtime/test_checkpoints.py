@@ -17,6 +17,7 @@ LAYOUTS = {
     "interleaved": Layout(stage=2, virtual_stages=2, tensor=2, num_microbatches=4, schedule="interleaved"),
     "experts": Layout(expert=4, tensor=2),
     "some-recomputed": Layout(data=2, zero=1, fsdp=2, remat_layers=1),
+    "offloaded": Layout(fsdp=2, tensor=2, offload=("optimizer",)),
 }
 
 

@@ -399,7 +399,7 @@ def test_words_for_texts_that_cannot_be_read(words, tmp_path):
          "--cpu-devices 2: the plan runs on 2 devices .*; ask for as many in all 2 processes together"),
         ({}, {"steps": 0}, MeshwiseError, "steps: expected at least 1, found 0"),
         ({"precision": "fp8"}, {}, MeshwiseError, "precision 'fp8'"),
-        ({"layout": "fsdp=2,offload=optimizer"}, {}, LayoutError, "offload=optimizer"),
+        ({"layout": "fsdp=2,offload=parameters"}, {}, LayoutError, "offload=parameters"),
         ({"model": "D=65536 F=262144 L=200 N=64 K=8 H=128 V=32"}, {}, InfeasibleError, "the training state alone"),
         ({}, {"model": "x"}, MeshwiseError, "a plan has its job in it, found model besides"),
         ("no.json", {}, MeshwiseError, "plan 'no.json': No such file"),

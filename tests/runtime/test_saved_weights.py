@@ -70,7 +70,7 @@ def test_large_weights_are_several_files_with_an_index(tmp_path, monkeypatch):
 #: Stacks layers in several runs, over stages, and splits all that can be split.
 LAYOUTS = [
     Layout(fsdp=2, tensor=2, num_microbatches=2, remat_layers=1),
-    Layout(stage=2, virtual_stages=2, tensor=2, num_microbatches=4, schedule="interleaved"),
+    Layout(stage=2, virtual_stages=2, tensor=2, num_microbatches=4, schedule="interleaved", offload=("optimizer",)),
 ]
 
 

@@ -205,7 +205,7 @@ def test_optimizers_step_against_the_gradient(name, expected):
 @pytest.mark.parametrize(
     ("layout", "job", "error", "words"),
     [
-        ({"offload": ("optimizer",)}, {}, LayoutError, "offload=optimizer"),
+        ({"offload": ("optimizer", "parameters")}, {}, LayoutError, "offload=parameters"),
         ({"tensor": 8}, {}, LayoutError, "tensor=8 splits K = 4 of w_k into 8 parts that are not equal"),
         ({}, {"precision": "fp8"}, MeshwiseError, "precision 'fp8': narrow recipes"),
         ({}, {"precision": "fp16"}, MeshwiseError, "weights run in fp32, bf16, found fp16"),

@@ -17,6 +17,7 @@ from meshwise.exports.exported import Rule
 from meshwise.jobs import FineTuning, with_adapters
 from meshwise.models import Model
 from meshwise.runtime.refusals import (
+    OFFLOADED,
     PIPELINES,
     check_job,
     check_model,
@@ -137,6 +138,11 @@ def _unlike(choices: Choices) -> Any:
     return math.prod(pieces != n for n in _equal_pieces(choices.model.spec.order)) > 0
 
 
+def _kept_on_chip(choices: Choices) -> list[str]:
+    """What a layout would keep in the host's memory, and the runtime does not."""
+    return [part for part in choices.layout.offload if part not in OFFLOADED]
+
+
 OVERLAP = XLA_OVERLAP
 
 #: What it cannot execute.
@@ -159,8 +165,9 @@ RULES: tuple[Rule[Choices], ...] = (
         lambda c: f"a multiple of {c.layout.stage * c.layout.virtual_stages}",
     ),
     Rule(
-        lambda c: len(c.layout.offload) > 0,
-        lambda c: f"offload={'+'.join(c.layout.offload)}", "it keeps nothing in the host's memory", "no offload",
+        lambda c: bool(_kept_on_chip(c)),
+        lambda c: f"offload={'+'.join(_kept_on_chip(c))}", f"it keeps {' and '.join(OFFLOADED)} in the host's memory",
+        f"offload={'+'.join(OFFLOADED)}",
     ),
     Rule(
         _is_uneven, _uneven, "it splits into equal parts, and pads nothing", "sizes that divide it",

@@ -308,22 +308,40 @@ def _summed(t: Tensor, block: Block) -> tuple[int, ...]:
     return tuple(place for place, axis in enumerate(t.axes) if axis not in readers[0].output.axes)
 
 
+#: Kind of the host's memory that devices read from and write to by themselves.
+HOST = "pinned_host"
+
+
+def _in_host(a: Any) -> bool:
+    return bool(a.sharding.memory_kind == HOST)
+
+
 def cast(tree: Any, abstract: Any) -> Any:
-    """Arrays in the formats of a tree of abstract ones, each where it is held."""
-    made = jax.jit(
-        lambda tree: jax.tree.map(lambda w, a: w.astype(a.dtype), tree, abstract),
-        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
-    )
-    return made(tree)
+    """Arrays in the formats of a tree of abstract ones, each where it is held; of the host's memory one by one."""
+
+    def one(tree: Any, abstract: Any) -> Any:
+        def made(w: jax.Array, a: jax.ShapeDtypeStruct) -> jax.Array:
+            found: jax.Array = jax.device_put(w, jax.memory.Space.Device).astype(a.dtype)
+            return found
+
+        held = jax.tree.map(lambda a: a.sharding, abstract)
+        return jax.jit(lambda tree: jax.tree.map(made, tree, abstract), out_shardings=held)(tree)
+
+    return jax.tree.map(one, tree, abstract) if any(map(_in_host, jax.tree.leaves(tree))) else one(tree, abstract)
 
 
 def zeros(abstract: Any) -> Any:
-    """Arrays of zeros for a tree of abstract ones, each where it is held."""
-    made = jax.jit(
-        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract),
-        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
-    )
-    return made()
+    """Arrays of zeros for a tree of abstract ones, each where it is held: in the host's memory not by way of a chip."""
+
+    def put(a: jax.ShapeDtypeStruct) -> jax.Array:
+        own = a.sharding.shard_shape(a.shape)
+        return jax.make_array_from_callback(a.shape, a.sharding, lambda _: np.zeros(own, a.dtype))
+
+    leaves, structure = jax.tree.flatten(abstract)
+    here = [a for a in leaves if not _in_host(a)]
+    held = [a.sharding for a in here]
+    made = iter(jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in here], out_shardings=held)())
+    return jax.tree.unflatten(structure, [put(a) if _in_host(a) else next(made) for a in leaves])
 
 
 def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: int, abstract: Tree) -> Tree:

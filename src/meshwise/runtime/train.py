@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.gradients import Accumulation
-from meshwise.runtime.layers import Stack
+from meshwise.runtime.layers import Arrays, Stack
+from meshwise.runtime.offloaded import Streams, held_away
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.optimizer import Hyperparameters, clipped, update
 from meshwise.runtime.overlap import overlap_options, profiled_options
@@ -205,45 +206,95 @@ class TrainStep:
 
     def _abstract(self, parameters: Mapping[str, Mapping[str, Parameter]], part: str, format_: DType) -> Tree:
         placement, dtype = self.stack.placement, dtype_of(format_)
-        return jax.tree.map(lambda p: p.abstract(placement, part, dtype), parameters)
+        found = jax.tree.map(lambda p: p.abstract(placement, part, dtype), parameters)
+        return jax.tree.map(held_away, found) if part == "optimizer" and self._streams else found
 
-    def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-        total = int(self.layout.sequences * self.job.seq_len)
+    @property
+    def _streams(self) -> bool:
+        """Whether the optimizer's state is in the host's memory."""
+        return "optimizer" in self.layout.offload
+
+    @property
+    def _tokens(self) -> int:
+        """Of a step."""
+        return int(self.layout.sequences * self.job.seq_len)
+
+    def _sums(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+        """The mean loss, and gradients of the sum."""
         formats = dtype_of(self.job.formats.gradients), dtype_of(self.job.formats.reductions)
         loss, gradients = Accumulation(self.stack, self.parameters, self.layout, *formats).accumulate(weights, batch)
-        return loss / total, jax.tree.map(lambda g: g / total, gradients)
+        return loss / self._tokens, gradients
+
+    def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+        loss, gradients = self._sums(weights, batch)
+        return loss, jax.tree.map(lambda g: g / self._tokens, gradients)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        loss, gradients = self._gradients(state["weights"], batch)
+        loss, gradients = (self._sums if self.constants.clip is None else self._gradients)(state["weights"], batch)
         metrics = {"loss": loss}
         if self.constants.clip is not None:
             with jax.named_scope("clip"):
                 gradients, metrics["gradient_norm"] = clipped(gradients, self.constants.clip)
         step, weights = state["step"] + 1, those_of(state["weights"], self.trained)
-        moments = {name: state["moments"][name] for name in self._moments}
-
-        def one(parameter: Parameter, weight: jax.Array, kept: jax.Array, gradient: jax.Array, *old: jax.Array) -> Any:
-            """Update a parameter where its optimizer state is, and bring the new weight to where weights are stored."""
-
-            def held(x: jax.Array, part: str) -> jax.Array:
-                return parameter.hold(x, self.stack.placement, part)
-
-            named, constants = dict(zip(moments, old, strict=True)), self.constants.of(is_matrix=parameter.is_matrix)
-            new, changed = update(constants, held(kept, "optimizer"), held(gradient, "optimizer"), named, step)
-            made = {name: held(value.astype(named[name].dtype), "optimizer") for name, value in changed.items()}
-            stored = parameter.gathered(held(new.astype(weight.dtype), "optimizer"), self.stack.placement)
-            return made | {"weights": stored, "master": held(new.astype(kept.dtype), "optimizer")}
-
+        kept = {name: state["moments"][name] for name in self._moments}
+        if "master" in state:
+            kept["master"] = state["master"]
         with jax.named_scope("update"):
-            kept = state.get("master", weights)
-            made = jax.tree.map(one, self.trained, weights, kept, gradients, *moments.values())
+            found, made = (self._update_away if self._streams else self._update)(step, weights, gradients, kept)
+        new = {"step": step, "weights": together(state["weights"], found)}
+        if "master" in state:
+            new["master"] = made.pop("master")
+        return new | {"moments": made}, metrics
 
-        def part(name: str) -> Tree:
-            return {key: {own: found[name] for own, found in run.items()} for key, run in made.items()}
+    def _update(
+        self, step: jax.Array, weights: Tree, gradients: Tree, kept: Mapping[str, Tree]
+    ) -> tuple[Tree, dict[str, Tree]]:
+        """New weights, and what is kept of each by name: moments, and a master copy where there is one."""
 
-        new = {name: part(name) for name in ("weights", "master") if name in state}
-        new["weights"] = together(state["weights"], new["weights"])
-        return new | {"step": step, "moments": {name: part(name) for name in moments}}, metrics
+        def one(parameter: Parameter, weight: jax.Array, gradient: jax.Array, *old: jax.Array) -> Any:
+            """Update a parameter where its optimizer state is, and bring the new weight to where weights are stored."""
+            held = partial(parameter.hold, placement=self.stack.placement, part="optimizer")
+            named = dict(zip(kept, old, strict=True))
+            new, made = self._updated(step, parameter, held(weight), held(gradient), named)
+            stored = parameter.gathered(held(new), self.stack.placement)
+            return {name: held(value) for name, value in made.items()} | {"weights": stored}
+
+        made = jax.tree.map(one, self.trained, weights, gradients, *kept.values())
+        return _part(made, "weights"), {name: _part(made, name) for name in kept}
+
+    def _update_away(
+        self, step: jax.Array, weights: Tree, gradients: Tree, kept: Mapping[str, Tree]
+    ) -> tuple[Tree, dict[str, Tree]]:
+        """The same where what is kept is in the host's memory."""
+        placement = self.stack.placement
+
+        def held(tree: Tree) -> Tree:
+            return jax.tree.map(lambda p, x: p.hold(x, placement, "optimizer"), self.trained, tree)
+
+        away = jax.tree.map(lambda _, *own: dict(zip(kept, own, strict=True)), self.trained, *kept.values())
+        streams = Streams(self.trained, placement, partial(self._updated, step))
+        new, away = streams.run(held(weights), held(gradients), away)
+        stored = jax.tree.map(lambda p, w: p.gathered(p.hold(w, placement, "optimizer"), placement), self.trained, new)
+        return stored, {name: _part(away, name) for name in kept}
+
+    def _updated(
+        self, step: jax.Array, parameter: Parameter, weight: jax.Array, gradient: jax.Array, kept: Arrays
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """One weight, or a piece of it, and what is kept of it, each in its format."""
+        moments, constants = {n: kept[n] for n in self._moments}, self.constants.of(is_matrix=parameter.is_matrix)
+        master = kept.get("master", weight)
+        if self.constants.clip is None:  # else it has been done; here compilers join it to what follows, looped or not
+            gradient = gradient / self._tokens
+        new, changed = update(constants, master, gradient, moments, step)
+        made = {
+            name: value.astype(kept[name].dtype) for name, value in (changed | {"master": new}).items() if name in kept
+        }
+        return new.astype(weight.dtype), made
+
+
+def _part(made: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str) -> Tree:
+    """Of each weight what has this name."""
+    return {key: {own: found[name] for own, found in run.items()} for key, run in made.items()}
 
 
 def train_step(
