@@ -207,7 +207,7 @@ def test_optimizers_step_against_the_gradient(name, expected):
     [
         ({"offload": ("optimizer", "parameters")}, {}, LayoutError, "offload=parameters"),
         ({"tensor": 8}, {}, LayoutError, "tensor=8 splits K = 4 of w_k into 8 parts that are not equal"),
-        ({}, {"precision": "fp8"}, MeshwiseError, "precision 'fp8': narrow recipes"),
+        ({}, {"precision": "fp8"}, MeshwiseError, "precision 'fp8': this narrow recipe"),
         ({}, {"precision": "fp16"}, MeshwiseError, "weights run in fp32, bf16, found fp16"),
         ({}, {"optimizer": "muon"}, MeshwiseError, "optimizer 'muon'"),
         ({}, {"fine_tune": "qlora:rank=4", "precision": "bf16"}, MeshwiseError, "frozen weights in nf4"),

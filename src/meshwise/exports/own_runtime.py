@@ -21,6 +21,7 @@ from meshwise.runtime.refusals import (
     PIPELINES,
     check_job,
     check_model,
+    check_narrow_products,
     splits_at_work,
     splits_in_store,
     splits_of,
@@ -47,6 +48,7 @@ def _why(check: Callable[[Choices], None]) -> Callable[[Choices], str]:
 
 
 _OF_MODEL, _OF_JOB = _why(lambda c: check_model(c.model)), _why(lambda c: check_job(c.job))
+_NARROW = _why(lambda c: check_narrow_products(c.model, c.job))
 
 
 #: A model, and what of it is trained.
@@ -150,6 +152,17 @@ RULES: tuple[Rule[Choices], ...] = (
     JAX_CHIPS,
     Rule(lambda c: bool(_OF_MODEL(c)), "model {c.model.name}", _OF_MODEL, "another tool"),
     Rule(lambda c: bool(_OF_JOB(c)), "the job", _OF_JOB, "another tool"),
+    Rule(lambda c: bool(_NARROW(c)), "model {c.model.name}", _NARROW, "--precision mixed"),
+    Rule(
+        lambda c: bool(c.job.formats.recipe) & (c.layout.collective_matmul != "compiler") & (c.layout.tensor > 1),
+        "collective_matmul={c.layout.collective_matmul}", "narrow operands go round no ring",
+        "collective_matmul=compiler",
+    ),
+    Rule(
+        lambda c: c.job.formats.recipe is not None and c.job.formats.recipe.weights is not None and bool(c.layout.offload),
+        lambda c: f"offload={'+'.join(c.layout.offload)}", "narrow weights have one scale, and are not updated in pieces",
+        "no offload",
+    ),
     Rule(
         lambda c: (c.order not in PIPELINES) & (c.layout.stage > 1),
         "schedule={c.order}", f"it runs {', '.join(PIPELINES)}", "schedule=1f1b",

@@ -25,10 +25,12 @@ from meshwise.runtime.kernels.masks import Masks
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.narrow import Held
+from meshwise.runtime.narrow_products import Operand, multiply_narrow, narrow_operand
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.paged import attend_paged, new_tokens
 from meshwise.runtime.products import PlacedProducts, Reduced, multiply, others, reduced_in_turn
 from meshwise.runtime.ragged import RaggedExperts
+from meshwise.runtime.scaled import Scaled
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Frozen, Watched, kept, mapped, plain, values_together
 from meshwise.sharding import Sharding
@@ -56,6 +58,8 @@ class _Walk:
     rings: Mapping[str, CollectiveProducts] = field(default_factory=dict)  # by the name of each product
     waits: Mapping[str, Sequence[Gathered]] = field(default_factory=dict)  # by the name of the operation that waits
     sinks: Mapping[str, jax.Array] = field(default_factory=dict)  # of weights whose gradients are reduced in turn
+    narrow: Mapping[str, str] = field(default_factory=dict)  # name of a product of narrow operands -> of the first
+    operands: dict[tuple[str, Sharding], Operand] = field(default_factory=dict)  # in a narrow format
 
     def bring(self, t: Tensor, wanted: Sharding) -> jax.Array:
         """Tensor `t` where an operation reads it; a copy that was made before is read again."""
@@ -197,7 +201,35 @@ class _Walk:
         for op, made, held in zip(products.ops, how.multiply(x, weights), how.outputs, strict=True):
             self._keep(op, made, held)
 
+    def _run_narrow(self, op: Einsum) -> None:
+        """Execute a product of narrow operands; what several read becomes narrow once."""
+        formats = self.around.narrowing
+        assert formats is not None, "its recipe says which products these are"
+        t, splits = op.inputs[0], self.placement.splits(op)
+        at = Sharding.of(t.axes, splits)
+        if (t.name, at) not in self.operands:
+            self.operands[t.name, at] = narrow_operand(
+                self.arrays[t.name],
+                self.held[t.name],
+                at,
+                self.placement,
+                dtype=formats.operands,
+                name=self.narrow[op.name],
+            )
+        weight = self.read_weight(op.inputs[1], self.placement.at(op, op.inputs[1]))
+        in_turn = op.inputs[1].name in self.sinks
+        with jax.named_scope(op.name):
+            made = multiply_narrow(
+                op, self.operands[t.name, at], weight, self.placement, splits, formats=formats, in_turn=in_turn
+            )
+        pending = {m for a in op.axes for m in splits.get(a, ())} - Sharding.of(op.output.axes, splits).splitting_axes
+        home = self.placement.strategy.home(op.output.axes)
+        self._keep(op, made, home if pending else Sharding.of(op.output.axes, splits))
+
     def _run_one(self, op: Op) -> None:
+        if isinstance(op, Einsum) and op.name in self.narrow:
+            self._run_narrow(op)
+            return
         if op.name in self.rings:
             products = self.rings[op.name]
             if op.name == products.ops[0].name:
@@ -319,7 +351,7 @@ def _rings(block: Block, placement: Placement, around: Surroundings) -> dict[str
 
 def _cast(w: Any, dtype: Any) -> Any:
     """Bring a weight to the format in which it is multiplied; its gradient stays as wide as it is."""
-    if isinstance(w, Held):
+    if isinstance(w, Held) or isinstance(getattr(w, "value", None), Scaled):
         return w  # as it is read
     return mapped(w, lambda w: w.astype(dtype), lambda sink: sink)
 
@@ -351,7 +383,8 @@ def run_block(
     """
     read = {t.name: t for op in block.ops for t in op.inputs if t.name in weights or t.name in arrays}
     strategy = placement.strategy
-    walk = _Walk(placement, around, dict(arrays), {}, rings=_rings(block, placement, around))
+    narrow = {} if around.narrowing is None else around.narrowing.products(block.name)
+    walk = _Walk(placement, around, dict(arrays), {}, rings=_rings(block, placement, around), narrow=narrow)
     for name, t in read.items():
         if t.kind is Kind.WEIGHT:
             walk.arrays[name] = _cast(weights[name], around.activations)

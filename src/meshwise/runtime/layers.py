@@ -160,7 +160,9 @@ class Stack:
         Only what operations make is ever kept: what was gathered for one of them, a weight above all, is gathered
         again in the backward pass, also where every activation is kept.
         """
-        kept = [op.output.name for op in block.ops if policy.keeps(op)]
+        formats = self.around.narrowing
+        ops = block.ops if formats is None else formats.block(block.name).ops
+        kept = [op.output.name for op in ops if policy.keeps(op)]
         saved = jax.checkpoint_policies.save_only_these_names(*kept)
         recomputed = frozenset(op.name for op in block.ops if op.output.name not in kept)
         return jax.checkpoint(self._layer(block, recomputed, passes=passes), policy=saved, prevent_cse=not looped)

@@ -24,6 +24,7 @@ from meshwise.models.numerics import Numerics, Rotary, Scaling
 from meshwise.runtime.paged import PagedStep
 from meshwise.runtime.products import align
 from meshwise.runtime.refusals import elementwise_of
+from meshwise.runtime.scaled import Narrowing
 from meshwise.runtime.zigzag import Zigzag
 
 Arrays = Sequence[jax.Array]
@@ -47,6 +48,7 @@ class Surroundings:
         zigzag: the order of positions, if they are not in their own.
         documents: position with which the document of each token begins [B, T], where it is not its whole sequence.
         adapter_scale: by which what an adapter gives is multiplied.
+        narrowing: what the precision's recipe makes of the program, if it has one.
     """
 
     numerics: Numerics
@@ -65,6 +67,7 @@ class Surroundings:
     zigzag: Zigzag | None = None
     documents: jax.Array | None = None
     adapter_scale: float = 1.0
+    narrowing: Narrowing | None = None
 
     @property
     def rotary(self) -> Rotary:

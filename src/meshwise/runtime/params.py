@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from meshwise.core.tensors import Block, Einsum, Lookup, Program, Tensor
 from meshwise.jobs.fine_tuning import RANK, is_adapter
 from meshwise.jobs.precision import is_projection
 from meshwise.models.numerics import Numerics
+from meshwise.runtime.scaled import Scaled, scaled_weight
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Frozen, Watched
 from meshwise.sharding import Sharding
@@ -136,11 +138,11 @@ def _with_keys(segments: list[Segment]) -> tuple[Segment, ...]:
 def watch(weights: Any, parameters: Any, placement: Placement, dtype: Any) -> Any:
     """Put sinks of this format beside weights whose gradients have another format or shape, or turns; mark frozen."""
 
-    def one(parameter: Parameter, w: jax.Array) -> Any:
+    def one(parameter: Parameter, w: Any) -> Any:
         if parameter.tensor.frozen:
             return Frozen(w)
         shape = parameter.sum_shape(placement)
-        alike = (w.shape, w.dtype) == (shape, dtype) and not placement.in_turn
+        alike = not isinstance(w, Scaled) and (w.shape, w.dtype) == (shape, dtype) and not placement.in_turn
         return w if alike else Watched(w, jnp.zeros(shape, dtype))
 
     return jax.tree.map(one, parameters, weights)
@@ -188,6 +190,13 @@ class Parameter:
     def abstract(self, placement: Placement, part: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """The array that holds it, without values."""
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.named(placement, part))
+
+    def abstract_scaled(self, placement: Placement, dtype: Any) -> Scaled:
+        """The same of a stored weight in a narrow format, each layer with a scale of its own."""
+        layers = len(self.stack)
+        held = Sharding(self.stacked_sharding(placement, "weights").splits[:layers])
+        scale = jax.ShapeDtypeStruct(self.stack, jnp.float32, sharding=placement.named(held))
+        return Scaled(self.abstract(placement, "weights", dtype), scale)
 
     def stacked_sharding(self, placement: Placement, part: str) -> Sharding:
         """How it is stored: part "weights", "gradients" or "optimizer" of the rule tables, layers numbered in front."""
@@ -320,14 +329,20 @@ def cast(tree: Any, abstract: Any) -> Any:
     """Arrays in the formats of a tree of abstract ones, each where it is held; of the host's memory one by one."""
 
     def one(tree: Any, abstract: Any) -> Any:
-        def made(w: jax.Array, a: jax.ShapeDtypeStruct) -> jax.Array:
-            found: jax.Array = jax.device_put(w, jax.memory.Space.Device).astype(a.dtype)
-            return found
+        def made(w: jax.Array, a: Any) -> Any:
+            return in_format(jax.device_put(w, jax.memory.Space.Device), a)
 
         held = jax.tree.map(lambda a: a.sharding, abstract)
         return jax.jit(lambda tree: jax.tree.map(made, tree, abstract), out_shardings=held)(tree)
 
     return jax.tree.map(one, tree, abstract) if any(map(_in_host, jax.tree.leaves(tree))) else one(tree, abstract)
+
+
+def in_format(wide: jax.Array, abstract: Any) -> Any:
+    """A weight in the format of an abstract one, narrow or not."""
+    if isinstance(abstract, Scaled):
+        return scaled_weight(wide, len(abstract.scale.shape), abstract.value.dtype)
+    return wide.astype(abstract.dtype)
 
 
 def zeros(abstract: Any) -> Any:
@@ -416,12 +431,16 @@ def layer_order(
 def by_layer(
     tree: Mapping[str, Mapping[str, Any]], order: Mapping[str, Mapping[str, Any]]
 ) -> dict[tuple[str, str, int], Any]:
-    """Weights apart: (block, name, number of the layer) -> array."""
+    """Weights apart: (block, name, number of the layer) -> array, or the parts of one in a narrow format."""
     found = {}
     for key, weights in tree.items():
         old = order[key]
-        for name, array in weights.items():
-            own = np.shape(array)[len(old["stack"]) :]
-            each = np.asarray(array).reshape(len(old["layers"]), *own)
-            found.update({(old["block"], name, n): value for n, value in zip(old["layers"], each, strict=True)})
+
+        def each(array: Any, old: Mapping[str, Any] = old) -> np.ndarray:
+            return np.asarray(array).reshape(len(old["layers"]), *np.shape(array)[len(old["stack"]) :])
+
+        for name, held in weights.items():
+            parts = jax.tree.map(each, held)
+            for place, n in enumerate(old["layers"]):
+                found[old["block"], name, n] = jax.tree.map(itemgetter(place), parts)
     return found

@@ -12,6 +12,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.core.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 from meshwise.jobs import TrainingJob
+from meshwise.jobs.precision import PRECISIONS
 from meshwise.models import Model
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
@@ -30,6 +31,9 @@ OFFLOADED = ("optimizer",)
 
 #: Formats in which arrays are held and multiplied.
 HELD = (DType.FP32, DType.BF16)
+
+#: Precisions with a recipe that run.
+RECIPES = ("fp8-current", "int8")
 
 #: Optimizers that run -> names of the moments that they keep.
 RUNNABLE: dict[str, tuple[str, ...]] = {
@@ -114,12 +118,12 @@ def check_job(job: TrainingJob) -> None:
     roles = ("weights", "activations", "gradients", "reductions", "master", "moments", "second_moments")
     held = {role: getattr(formats, role) or formats.moments for role in roles}  # without a master copy, none is held
     known = ", ".join(f.value for f in HELD)
-    if formats.recipe is not None:
-        raise MeshwiseError(f"precision {job.precision!r}: narrow recipes are planned, but not yet executed; use mixed")
+    _check_recipe(job)
     for role, format_ in held.items():
         if format_ not in HELD:
             raise MeshwiseError(f"precision {job.precision!r}: {role} run in {known}, found {format_.value}")
-    if {formats.compute, formats.other_compute} != {formats.activations}:
+    narrow = () if formats.recipe is None else (formats.recipe.activations.dtype,)
+    if formats.other_compute is not formats.activations or formats.compute not in (*narrow, formats.activations):
         raise MeshwiseError(f"precision {job.precision!r}: matmuls run in the format of activations; leave out compute")
     if job.optimizer_kind.name not in RUNNABLE:
         raise MeshwiseError(
@@ -129,6 +133,35 @@ def check_job(job: TrainingJob) -> None:
         raise MeshwiseError(
             f"fine_tune {job.fine_tune!r}: frozen weights in {job.tuning.storage} are planned, but not yet executed; "
             "use lora"
+        )
+
+
+def _check_recipe(job: TrainingJob) -> None:
+    recipe = job.formats.recipe
+    if recipe is None:
+        return
+    if recipe not in (PRECISIONS[name].recipe for name in RECIPES):
+        raise MeshwiseError(
+            f"precision {job.precision!r}: this narrow recipe is planned, but not yet executed; use one of "
+            f"{', '.join(RECIPES)}, or mixed"
+        )
+    if recipe.weights is not None and job.formats.master is None:
+        raise MeshwiseError(
+            f"precision {job.precision!r}: weights that are stored in {recipe.weights.dtype.value} are updated by a "
+            "master copy; leave out master=none"
+        )
+
+
+def check_narrow_products(model: Model, job: TrainingJob) -> None:
+    """Refuse a model whose products are not trained in the narrow format of the job's recipe.
+
+    Raises:
+        ConfigError: it has routed experts.
+    """
+    if job.formats.recipe is not None and any(isinstance(op, Route) for b in model.train_program() for op in b.ops):
+        raise ConfigError(
+            f"model {model.name}: experts in the narrow formats of precision {job.precision} are planned, but not yet "
+            "executed; use mixed"
         )
 
 
@@ -185,6 +218,26 @@ def check_layout(layout: Layout, model: Model) -> None:
     if layout.remat_layers is not None and layout.remat_layers > model.num_layers:
         raise LayoutError(f"layout: remat_layers={layout.remat_layers} of {model.num_layers} layers; give as many")
     check_remat(layout.remat, model.train_program().blocks)
+
+
+def check_narrow_layout(layout: Layout, model: Model, job: TrainingJob) -> None:
+    """Refuse narrow operands of experts, those that go round while others are multiplied, and stored ones in pieces.
+
+    Raises:
+        ConfigError: names the model.
+        LayoutError: names the choice.
+    """
+    check_narrow_products(model, job)
+    if job.formats.recipe is not None and job.formats.recipe.weights is not None and layout.offload:
+        raise LayoutError(
+            f"layout: offload={'+'.join(layout.offload)} with precision {job.precision} is planned, but not yet "
+            "executed: a stored weight has one scale, and is updated in pieces; leave it out"
+        )
+    if job.formats.recipe is not None and layout.tensor > 1 and layout.collective_matmul != "compiler":
+        raise LayoutError(
+            f"layout: collective_matmul={layout.collective_matmul} with precision {job.precision} is planned, but not "
+            "yet executed; write collective_matmul=compiler"
+        )
 
 
 def check_dispatch(layout: Layout, job: TrainingJob, platforms: Collection[str]) -> None:

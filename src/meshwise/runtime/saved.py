@@ -166,6 +166,13 @@ class SavedWeights:
             return self.stored(names, part)
         return adapters.merged(self.stored(names, "weights"), self.stored(adapters.names(names), part))
 
+    def wide(self, names: Collection[str], dtype: np.dtype) -> dict[tuple[str, str, int], Array]:
+        """The same as `arrays` of "weights"; those in a narrow format of their master copies, in `dtype`."""
+        found = self.arrays(names, "weights")
+        narrow = {name for (_, name, _), read in found.items() if isinstance(read, dict)}
+        masters = self.arrays(narrow, "master")
+        return found | {key: array.astype(dtype) for key, array in masters.items()}
+
     @cached_property
     def adapters(self) -> Adapters | None:
         """What was trained, if that is adapters."""
@@ -232,9 +239,8 @@ def export_step(saved: SavedWeights, folder: Path) -> Written:
     Args and errors: as of `write_weights`.
     """
     model = as_published(saved.model, int(saved.record["job"]["seq_len"]))
-    formats = {str(array.dtype): array.dtype.itemsize for array in saved.arrays(["norm.final"], "weights").values()}
-    ((dtype, itemsize),) = formats.items()
-    return write_weights(model, partial(saved.arrays, part="weights"), folder, itemsize=itemsize, dtype=dtype)
+    (dtype,) = {array.dtype for array in saved.arrays(["norm.final"], "weights").values()}
+    return write_weights(model, partial(saved.wide, dtype=dtype), folder, itemsize=dtype.itemsize, dtype=str(dtype))
 
 
 def export_adapters(saved: SavedWeights, folder: Path) -> Written:

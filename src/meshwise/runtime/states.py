@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshwise.jobs.fine_tuning import is_adapter
-from meshwise.runtime.params import Parameter, Tree, by_layer, initial_values, zeros
+from meshwise.runtime.params import Parameter, Tree, by_layer, cast, initial_values, zeros
+from meshwise.runtime.scaled import Scaled
 from meshwise.runtime.train import State, TrainStep
 from meshwise.runtime.watched import together
 from meshwise.runtime.weights.loading import LoadableWeights
@@ -39,7 +41,11 @@ def starting_state(step: TrainStep, published: LoadableWeights, seed: int = 0) -
         held = published.load(read, step.layer_order, abstract[part]) if read else {}
         return together(held, initial_values(drawn, seed, abstract[part]))
 
-    held = {part: loaded(part) for part in ("weights", "master") if part in abstract}
+    if step.stores_narrow:  # what is published is wide, as the master copy
+        master = loaded("master")
+        held = {"master": master, "weights": cast(master, abstract["weights"])}
+    else:
+        held = {part: loaded(part) for part in ("weights", "master") if part in abstract}
     return {**zeros({name: abstract[name] for name in ("step", "moments")}), **held}
 
 
@@ -59,12 +65,14 @@ def rearranged(state: State, order: Mapping[str, Mapping[str, Any]], step: Train
 
     def one(tree: Mapping[str, Mapping[str, Any]], abstract: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         apart = by_layer(tree, order)
+
+        def stacked(held: Any, *each: Any) -> np.ndarray:
+            return np.stack(each).reshape(held.shape)
+
         return {
             key: {
-                name: np.stack([apart[new["block"], name, n] for n in new["layers"]]).reshape(
-                    step.parameters[key][name].shape
-                )
-                for name in abstract[key]
+                name: jax.tree.map(stacked, own, *(_like(own, apart[new["block"], name, n]) for n in new["layers"]))
+                for name, own in abstract[key].items()
             }
             for key, new in step.layer_order.items()
             if key in abstract
@@ -74,3 +82,8 @@ def rearranged(state: State, order: Mapping[str, Mapping[str, Any]], step: Train
     parts = {name: one(state[name], tree) for name, tree in whole.items() if name in ("weights", "master")}
     moments = {name: one(state["moments"][name], own) for name, own in whole["moments"].items()}
     return {"step": np.asarray(state["step"]), **parts, "moments": moments}
+
+
+def _like(abstract: Any, read: Any) -> Any:
+    """What was read of one layer's weight, whose parts files hold by name."""
+    return Scaled(**read) if isinstance(abstract, Scaled) and isinstance(read, dict) else read

@@ -35,6 +35,7 @@ from meshwise.runtime.params import (
     cast,
     describe_parameters,
     dtype_of,
+    in_format,
     initial_values,
     layer_order,
     plan_segments,
@@ -51,9 +52,11 @@ from meshwise.runtime.refusals import (
     check_job,
     check_layout,
     check_model,
+    check_narrow_layout,
 )
+from meshwise.runtime.scaled import Narrowing
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import together
+from meshwise.runtime.watched import mapped, together
 from meshwise.runtime.zigzag import Zigzag
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
@@ -109,7 +112,7 @@ class TrainStep:
         """
         formats = self.job.formats
         state: State = {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)}
-        state["weights"] = self._abstract(self.parameters, "weights", formats.weights)
+        state["weights"] = self._abstract_weights
         if formats.master is not None:
             state["master"] = self._abstract(self.trained, "optimizer", formats.master)
         state["moments"] = {
@@ -210,6 +213,24 @@ class TrainStep:
         return jax.tree.map(held_away, found) if part == "optimizer" and self._streams else found
 
     @property
+    def stores_narrow(self) -> bool:
+        """Whether some weights are stored in a narrow format, made of their master copies."""
+        return self.stack.around.narrowing is not None and self.stack.around.narrowing.weights is not None
+
+    @property
+    def _abstract_weights(self) -> Tree:
+        """Those that products read in a narrow format are stored in it."""
+        placement, narrowing = self.stack.placement, self.stack.around.narrowing
+        dtype = dtype_of(self.job.formats.weights)
+
+        def one(p: Parameter) -> Any:
+            if narrowing is not None and narrowing.weights is not None and p.tensor.dtype is narrowing.weights:
+                return p.abstract_scaled(placement, narrowing.operands)
+            return p.abstract(placement, "weights", dtype)
+
+        return jax.tree.map(one, self.parameters)
+
+    @property
     def _streams(self) -> bool:
         """Whether the optimizer's state is in the host's memory."""
         return "optimizer" in self.layout.offload
@@ -251,12 +272,12 @@ class TrainStep:
     ) -> tuple[Tree, dict[str, Tree]]:
         """New weights, and what is kept of each by name: moments, and a master copy where there is one."""
 
-        def one(parameter: Parameter, weight: jax.Array, gradient: jax.Array, *old: jax.Array) -> Any:
+        def one(parameter: Parameter, weight: Any, gradient: jax.Array, *old: jax.Array) -> Any:
             """Update a parameter where its optimizer state is, and bring the new weight to where weights are stored."""
             held = partial(parameter.hold, placement=self.stack.placement, part="optimizer")
             named = dict(zip(kept, old, strict=True))
-            new, made = self._updated(step, parameter, held(weight), held(gradient), named)
-            stored = parameter.gathered(held(new), self.stack.placement)
+            new, made = self._updated(step, parameter, mapped(weight, held), held(gradient), named)
+            stored = mapped(mapped(new, held), partial(parameter.gathered, placement=self.stack.placement))
             return {name: held(value) for name, value in made.items()} | {"weights": stored}
 
         made = jax.tree.map(one, self.trained, weights, gradients, *kept.values())
@@ -278,8 +299,8 @@ class TrainStep:
         return stored, {name: _part(away, name) for name in kept}
 
     def _updated(
-        self, step: jax.Array, parameter: Parameter, weight: jax.Array, gradient: jax.Array, kept: Arrays
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, step: jax.Array, parameter: Parameter, weight: Any, gradient: jax.Array, kept: Arrays
+    ) -> tuple[Any, dict[str, jax.Array]]:
         """One weight, or a piece of it, and what is kept of it, each in its format."""
         moments, constants = {n: kept[n] for n in self._moments}, self.constants.of(is_matrix=parameter.is_matrix)
         master = kept.get("master", weight)
@@ -289,7 +310,7 @@ class TrainStep:
         made = {
             name: value.astype(kept[name].dtype) for name, value in (changed | {"master": new}).items() if name in kept
         }
-        return new.astype(weight.dtype), made
+        return in_format(new, weight), made
 
 
 def _part(made: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str) -> Tree:
@@ -323,6 +344,7 @@ def train_step(
     check_model(model)
     check_job(job)
     check_layout(layout, model)
+    check_narrow_layout(layout, model, job)
     numerics = read_numerics(model)
     mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
     at_once = layout.num_microbatches == 1 and layout.stage == 1
@@ -351,11 +373,12 @@ def train_step(
         loss=layout.loss,
         zigzag=Zigzag.of(program, placement, int(job.seq_len)),
         adapter_scale=job.tuning.scale,
+        narrowing=Narrowing.of(program, job.formats),
     )
     looped = not placement.is_nvidia or any(getattr(layout, size) > 1 for size in LOOPED_BY)
     unroll = not looped and writes_layers_out(model.train_program(), policy)
     stack = Stack(program, around, segments, placement, policy, unroll=unroll)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
-    parameters = describe_parameters(program, segments, numerics, stacked)
+    parameters = describe_parameters((around.narrowing or stack).program, segments, numerics, stacked)
     return TrainStep(stack, parameters, job, layout, named, documents)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwise.runtime.scaled import Scaled
+
 #: Columns of the tiles in which TPUs lay arrays out.
 _LANES = 128
 
@@ -25,11 +27,11 @@ class Watched:
     """A weight and the sink of its gradient.
 
     Args:
-        value: the weight.
+        value: the weight, perhaps in a narrow format.
         sink: zeros of its shape; with a dimension in front where devices add up gradients of their own.
     """
 
-    value: jax.Array
+    value: Any
     sink: jax.Array
 
 
@@ -63,6 +65,10 @@ def mapped(w: Any, change: Callable[[jax.Array], Any], of_sink: Callable[[jax.Ar
     """Change a weight; of a watched one the sink, too: alike, unless another function is given."""
     if isinstance(w, Frozen):
         return Frozen(change(w.value))
+    if isinstance(w, Scaled):
+        return Scaled(change(jax.lax.stop_gradient(w.value)), w.scale)
+    if isinstance(w, Watched) and isinstance(w.value, Scaled):
+        return Watched(mapped(w.value, change), (of_sink or change)(w.sink))
     return Watched(change(w.value), (of_sink or change)(w.sink)) if isinstance(w, Watched) else change(w)
 
 
@@ -133,7 +139,7 @@ def with_gradient(
     def back(kept: Any, gradient: Any) -> tuple[Any, ...]:
         d_x, *found = backward(kept, gradient, *formats)
         watched = list(zip(values, sinks, found, strict=True))
-        d_values = tuple(d if s is None else jnp.zeros(v.shape, v.dtype) for v, s, d in watched)
+        d_values = tuple(d if s is None else jax.tree.map(jnp.zeros_like, v) for v, s, d in watched)
         return d_x, d_values, tuple(None if s is None else d for _, s, d in watched)
 
     function = jax.custom_vjp(lambda x, values, _: forward(x, *values)[0] if alone is None else alone(x, *values))
@@ -142,8 +148,8 @@ def with_gradient(
 
 
 def gradient_format(w: Any) -> Any:
-    """Format in which the gradient of a weight is made; None where it is frozen."""
-    if isinstance(w, Frozen):
+    """Format in which the gradient of a weight is made; None where it has none."""
+    if isinstance(w, Frozen | Scaled):
         return None
     return w.sink.dtype if isinstance(w, Watched) else w.dtype
 
