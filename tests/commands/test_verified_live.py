@@ -9,6 +9,8 @@ import pytest
 import meshwise
 from meshwise.cli.main import main
 from meshwise.commands.verify import verify
+from meshwise.core.dtypes import DType
+from meshwise.hardware import load_chip
 from tests.commands.cut import first_layers
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,22 @@ def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
     assert arguments.compiled - tiles == pytest.approx(arguments.predicted, rel=0.01)
     assert lines["peak"].compiled == pytest.approx(lines["peak"].predicted, rel=0.15)
     assert found.unexplained_share < 0.05
+
+
+def test_projections_are_fp8_products_in_the_compiled_program(tmp_path):
+    """A product that XLA widens would take twice its time, narrow operands that travel wide twice their bytes."""
+    pytest.importorskip("jax_cuda12_plugin")
+    asked = {"batch_tokens": "32Ki", "seq_len": 4096, "layout": "fsdp=4,tensor=2,remat=matmuls"}
+    model = first_layers("llama-3-8b", 2, tmp_path)
+    found = verify(model, on="h100:8", precision="fp8-current", **asked)
+    lines, chip = {line.name: line for line in found.lines}, load_chip("h100-sxm")
+    assert lines["arguments"].compiled == pytest.approx(lines["arguments"].predicted, rel=0.001)
+    assert lines["peak"].compiled == pytest.approx(lines["peak"].predicted, rel=0.1)
+    assert found.unexplained_share < 0.02
+    flops = {line.name: line.compiled for line in found.lines if line.group == "flops"}
+    wide = ("layer/attention", "head/lm_head")
+    rates = {name: chip.peak(DType.BF16 if name in wide else DType.FP8) for name in flops}
+    assert found.floor.compute == pytest.approx(sum(flops[name] / rates[name] for name in flops), rel=0.01)
 
 
 @pytest.mark.parametrize("layout", ["fsdp=8,micro_batch=4,remat=full", "fsdp=2,tensor=4,micro_batch=8,remat=full"])

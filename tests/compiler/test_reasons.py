@@ -215,6 +215,11 @@ def test_integers_and_statistics_are_told_by_their_format():
     }
 
 
+def test_operands_of_eight_bits_are_no_token_numbers():
+    gathered = found("all-gather", X, 40 * MB, dtype="s8")
+    assert reasons([wanted("all-gather", X, 40 * MB)], [gathered]) == {"all-gather over x": {}}
+
+
 def test_wider_elements_are_told_by_their_format_up_to_twice_the_bytes():
     gates = wanted("all-to-all", X, 10 * MB, purpose="activations")
     other = found("all-to-all", X, 90 * MB)

@@ -21,7 +21,7 @@ Key = tuple[str, tuple[str, ...]]
 
 _LOOKUP = re.compile(r"_take|/gather|scatter-add|/scatter")
 _STATISTICS = re.compile(r"\bloss\b")
-_INTEGERS = re.compile(r"[su]\d+|pred")
+_INTEGERS = re.compile(r"[su](16|32|64)|pred")  # those of 8 bits are operands of products
 #: Share of all bytes below which an array is small.
 _SMALL = 1e-3
 #: Likewise of a collective beside others of its line.
