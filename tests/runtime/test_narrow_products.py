@@ -8,13 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from safetensors.flax import load_file
 
+import meshwise
 from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.core.tensors import Einsum
 from meshwise.models import load_model
+from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.runtime.narrow_products import multiply_narrow, narrow_operand
+from meshwise.runtime.saved import find_weights
 from meshwise.runtime.scaled import LARGEST, Narrowing, Scaled, scale_for, scaled_weight
-from meshwise.runtime.states import rearranged
+from meshwise.runtime.states import rearranged, starting_state
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
@@ -202,6 +206,24 @@ def test_what_products_read_is_kept_in_eight_bits():
     wide, narrow = (sum(a.shape == (8, 16, 64) and a.dtype == d for a in kept) for d in (jnp.bfloat16, jnp.int8))
     assert (wide, narrow) == (2, 1)  # gate and up, which the activation reads; what it makes, which down reads
     assert sum(a.shape == (8, 16, 32) and a.dtype == jnp.int8 for a in kept) == 2  # what both norms make
+
+
+@pytest.mark.jax
+def test_saved_steps_go_on_bit_equal_and_leave_as_their_master_copies(tmp_path):
+    model, step = dense(SMALL), step_of(LAYOUTS[1])
+    state, _ = step.jitted(step.initial_state(0), batch_of(step))
+    identity = {"model": {"name": "small", **model.config}, "job": {"seq_len": 16.0}, "run": {}}
+    steps = Checkpoints.open(tmp_path / "steps", identity, 1, step, told=lambda _: None)
+    steps.save(1, state)
+    number, read = steps.load(step)
+    steps.close()
+    assert number == 1
+    assert same(read, state)
+    begun = starting_state(step, find_weights(tmp_path / "steps", model))
+    assert all(same(begun[part], state[part]) for part in ("weights", "master"))
+    meshwise.export_weights(tmp_path / "steps", output=tmp_path / "model")
+    left = load_file(tmp_path / "model" / "model.safetensors")["model.layers.1.mlp.gate_proj.weight"]
+    assert same(left, np.asarray(state["master"]["layer"]["w_gate"])[1].T.astype(ml_dtypes.bfloat16))
 
 
 # Training -------------------------------------------------------------------------------------------------------------
