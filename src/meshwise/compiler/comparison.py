@@ -54,6 +54,8 @@ def _memory_lines(expected: Expected, memory: CompiledMemory, compiled: Compiled
     if expected.host:
         away, beyond = sum(expected.host.values()), _differences(expected.more_memory.get("host", {}))
         yield explained(Line("memory", "host", away, memory.host_arguments), beyond, exact=0.001 * away)
+    if expected.host_kept:
+        yield _memory_line("host temporaries", expected.host_kept, memory.host_temporaries, ())
     within = sum(expected.memory[name] for name in WITHIN) + expected.streamed
     both = _joined((*passed, *held))
     yield _memory_line("temporaries", within, memory.alive - memory.arguments, held)

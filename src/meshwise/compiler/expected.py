@@ -145,7 +145,7 @@ class Expected:
         memory: class -> bytes on the chip.
         streamed: bytes of the optimizer's state among them, of layers on their way from the host's memory and back:
             the program makes room for them within the step.
-        host: class -> bytes of the state in the host's memory.
+        host: class -> bytes of the state in the host's memory; host_kept: of activations there.
         batch: bytes of token numbers and labels.
         more_flops: (block, operation) -> reason -> FLOPs that the program has and the plan does not.
         more_memory: "arguments", "temporaries" or "host" -> reason -> bytes, likewise.
@@ -164,6 +164,7 @@ class Expected:
     slots: Mapping[Operation, float] = field(default_factory=dict)
     streamed: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
+    host_kept: float = 0.0
 
 
 def slots_over_routed(problem: TrainingProblem, layout: Layout, *, grouped: bool | None = None) -> float:
@@ -230,6 +231,7 @@ def expect(
         slots=dict.fromkeys(routed, slots) if slots > 1 else {},
         streamed=sum(memory[name] for name in away),
         host={name: num_bytes for name, num_bytes in (host or {}).items() if name in _UPDATED},
+        host_kept=(host or {}).get("activations", 0.0),
     )
 
 

@@ -21,8 +21,8 @@ class CompiledMemory:
         temporaries: everything between, reused as it becomes free.
         aliased: outputs that take the place of arguments.
         code: the program itself.
-        peak: the most that is alive at once, as the compiler's own simulation says, of the host's memory, too; 0 where
-            it says nothing.
+        peak: the most that is alive at once, as the compiler's own simulation says, arguments in the host's memory with
+            it; 0 where it says nothing.
         host_arguments, host_temporaries: in the host's memory; no other class counts them.
     """
 
@@ -57,7 +57,7 @@ class CompiledMemory:
     @property
     def alive(self) -> int:
         """The most that is alive at once; where the compiler does not say, all that is set aside."""
-        peak = self.peak - self.host_arguments - self.host_temporaries
+        peak = self.peak - self.host_arguments
         return min(peak, self.total) if peak >= self.arguments else self.total
 
     def to_json(self) -> dict[str, int]:
