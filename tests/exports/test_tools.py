@@ -226,6 +226,8 @@ LAYOUTS = (
     "stage=2,data=4,schedule=interleaved,virtual_stages=2,num_microbatches=2,remat=full",
     "stage=2,data=4,schedule=zb-v,num_microbatches=4,remat=none", "stage=4,data=2,schedule=dualpipe,num_microbatches=8",
     "stage=2,data=4,num_microbatches=4,remat=full,remat_layers=3", "fsdp=8,remat=full,offload=optimizer",
+    "fsdp=8,remat=full,offload=optimizer+activations", "fsdp=8,remat=none,offload=activations:4",
+    "stage=2,data=4,num_microbatches=4,remat=full,offload=activations", "fsdp=8,remat=full,offload=parameters",
     "context=2,fsdp=4,remat=full", "ulysses=4,tensor=2,remat=full", "fsdp=3,data=2,remat=full", "tensor=5,remat=full",
 )  # fmt: skip
 

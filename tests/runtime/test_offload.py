@@ -1,7 +1,8 @@
-"""Training state in the host's memory: the same losses and states, to the last bit, as where it is on the chip."""
+"""What is in the host's memory: the same losses and states, to the last bit, as where all is on the chip."""
 
 import platform
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -28,25 +29,41 @@ def kinds(tree):
     return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
 
 
-def trained(layout, **given):
-    """Losses of a few steps, and the state after them."""
-    step = make(dense(MODEL), layout, precision="mixed", **given)
-    run = step.jitted.lower(step.abstract_state, step.abstract_batch).compile(APART)
-    state, losses = state_of(step), []
+@cache
+def trained(name, offload=()):
+    """Losses of a few steps, the state after them, and the program."""
+    given = {"optimizer": "lion"} if name == "zero" else {}
+    step = make(dense(MODEL), replace(LAYOUTS[name], offload=offload), precision="mixed", **given)
+    traced = step.jitted.trace(step.abstract_state, step.abstract_batch)
+    run, state, losses = traced.lower().compile(APART), state_of(step), []
     for number in range(STEPS):
         state, metrics = run(state, batch_of(step, number))
         losses.append(float(metrics["loss"]))
-    return losses, state
+    return losses, state, str(traced.jaxpr)
+
+
+apart = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="products and sums are joined there")
 
 
 @pytest.mark.jax
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere sums and products are joined")
+@apart
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_optimizer_state_in_the_hosts_memory_is_updated_to_the_same_bits(name):
-    given = {"optimizer": "lion"} if name == "zero" else {}
-    losses, state = trained(LAYOUTS[name], **given)
-    losses_away, away = trained(replace(LAYOUTS[name], offload=("optimizer",)), **given)
+    losses, state, _ = trained(name)
+    losses_away, away, _ = trained(name, ("optimizer",))
     assert losses_away == losses
     jax.tree.map(np.testing.assert_array_equal, away, state)
     assert kinds((away["master"], away["moments"])) == {HOST}
     assert HOST not in kinds((away["weights"], away["step"], state))
+
+
+@pytest.mark.jax
+@apart
+@pytest.mark.parametrize("name", ["zero", "fsdp"])
+def test_activations_come_back_from_the_hosts_memory_as_they_went(name):
+    losses, state, program = trained(name)
+    losses_away, away, program_away = trained(name, ("activations",))
+    assert losses_away == losses
+    jax.tree.map(np.testing.assert_array_equal, away, state)
+    assert "<host>" in program_away
+    assert "<host>" not in program

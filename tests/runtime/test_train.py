@@ -206,6 +206,8 @@ def test_optimizers_step_against_the_gradient(name, expected):
     ("layout", "job", "error", "words"),
     [
         ({"offload": ("optimizer", "parameters")}, {}, LayoutError, "offload=parameters"),
+        ({"offload": ("activations",), "offload_layers": 1}, {}, LayoutError, "offload=activations:1"),
+        ({"offload": ("activations",), "stage": 2}, {}, LayoutError, "offload=activations with stage=2"),
         ({"tensor": 8}, {}, LayoutError, "tensor=8 splits K = 4 of w_k into 8 parts that are not equal"),
         ({}, {"precision": "fp8"}, MeshwiseError, "precision 'fp8': this narrow recipe"),
         ({}, {"precision": "fp16"}, MeshwiseError, "weights run in fp32, bf16, found fp16"),

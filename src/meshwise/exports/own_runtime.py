@@ -183,6 +183,16 @@ RULES: tuple[Rule[Choices], ...] = (
         f"offload={'+'.join(OFFLOADED)}",
     ),
     Rule(
+        lambda c: "activations" in c.layout.offload and c.offload_layers is not None,
+        "offload=activations:{c.offload_layers}", "it keeps those of all layers in the host's memory, or of none",
+        "offload=activations",
+    ),
+    Rule(
+        lambda c: ("activations" in c.layout.offload) & (c.layout.stage > 1),
+        "offload=activations with {c.layout.stage} stages", "stages of a pipeline keep activations on their chips",
+        "offload=optimizer",
+    ),
+    Rule(
         _is_uneven, _uneven, "it splits into equal parts, and pads nothing", "sizes that divide it",
     ),
 )  # fmt: skip

@@ -16,15 +16,18 @@ import jax.numpy as jnp
 from meshwise.core.tensors import Block, Program
 from meshwise.runtime.forward import TURN, run_block
 from meshwise.runtime.ops import Surroundings
-from meshwise.runtime.params import Run, Segment, Tree
+from meshwise.runtime.params import HOST, Run, Segment, Tree
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Frozen, linear
+from meshwise.runtime.watched import Frozen, kept, linear
 from meshwise.sharding import Sharding
 from meshwise.sharding.remat import RematPolicy, remat_policy
 
 Arrays = Mapping[str, jax.Array]
 #: From the residual stream, and what a layer reads, to the stream after it and what it gives besides.
 Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+#: Name of the stream that enters a layer, by which it is kept in the host's memory.
+_ENTERING = "x.in"
 
 #: Of layers that follow no policy.
 _KEEP_ALL = remat_policy("none")
@@ -41,6 +44,7 @@ class Stack:
         placement: of the layout.
         policy: what is kept for the backward pass, in layers that follow it.
         unroll: whether loops over layers are written out.
+        away: whether what is kept is in the host's memory until the backward pass.
     """
 
     program: Program
@@ -49,6 +53,7 @@ class Stack:
     placement: Placement
     policy: RematPolicy
     unroll: bool = False
+    away: bool = False
 
     def block(self, name: str) -> Block:
         """Find a block."""
@@ -146,6 +151,7 @@ class Stack:
         def layer(stream: Any, weights: Arrays) -> Any:
             first = passes and not isinstance(stream, tuple)
             x, turn = _with_turn(stream) if first else stream if isinstance(stream, tuple) else (stream, jnp.zeros(()))
+            x = kept(x, _ENTERING, self.placement.platform) if self.away else x
             given = {"x": x, TURN: jnp.zeros(()) if first else turn}
             made = self.run(block, given, weights, self.positions(x.shape[1]), recomputed)
             return (made["x_out"], made[TURN] + turn if first else made[TURN]) if passes else made["x_out"]
@@ -162,9 +168,16 @@ class Stack:
         """
         formats = self.around.narrowing
         ops = block.ops if formats is None else formats.block(block.name).ops
-        kept = [op.output.name for op in ops if policy.keeps(op)]
-        saved = jax.checkpoint_policies.save_only_these_names(*kept)
-        recomputed = frozenset(op.name for op in block.ops if op.output.name not in kept)
+        names = [op.output.name for op in ops if policy.keeps(op)]
+        saved = jax.checkpoint_policies.save_only_these_names(*names)
+        if self.away:
+            saved = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=[_ENTERING, *names],
+                offload_src="device",
+                offload_dst=HOST,
+            )
+        recomputed = frozenset(op.name for op in block.ops if op.output.name not in names)
         return jax.checkpoint(self._layer(block, recomputed, passes=passes), policy=saved, prevent_cse=not looped)
 
     def run(

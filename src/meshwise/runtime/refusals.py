@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PIPELINES = ("gpipe", "1f1b", "interleaved")
 
 #: What of a layout's `offload` runs.
-OFFLOADED = ("optimizer",)
+OFFLOADED = ("optimizer", "activations")
 
 #: Formats in which arrays are held and multiplied.
 HELD = (DType.FP32, DType.BF16)
@@ -215,6 +215,15 @@ def check_layout(layout: Layout, model: Model) -> None:
     refused = [part for part in layout.offload if part not in OFFLOADED]
     if refused:
         raise LayoutError(f"layout: offload={'+'.join(refused)} is planned, but not yet executed; leave it out")
+    if layout.offload_layers is not None:
+        raise LayoutError(
+            f"layout: offload=activations:{layout.offload_layers} is planned, but not yet executed; write "
+            "offload=activations, of all layers"
+        )
+    if "activations" in layout.offload and layout.stage > 1:
+        raise LayoutError(
+            f"layout: offload=activations with stage={layout.stage} is planned, but not yet executed; leave one out"
+        )
     if layout.remat_layers is not None and layout.remat_layers > model.num_layers:
         raise LayoutError(f"layout: remat_layers={layout.remat_layers} of {model.num_layers} layers; give as many")
     check_remat(layout.remat, model.train_program().blocks)

@@ -375,9 +375,10 @@ def train_step(
         adapter_scale=job.tuning.scale,
         narrowing=Narrowing.of(program, job.formats),
     )
-    looped = not placement.is_nvidia or any(getattr(layout, size) > 1 for size in LOOPED_BY)
+    away = "activations" in layout.offload  # of layers written out, many come back from the host at once
+    looped = away or not placement.is_nvidia or any(getattr(layout, size) > 1 for size in LOOPED_BY)
     unroll = not looped and writes_layers_out(model.train_program(), policy)
-    stack = Stack(program, around, segments, placement, policy, unroll=unroll)
+    stack = Stack(program, around, segments, placement, policy, unroll=unroll, away=away)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
     parameters = describe_parameters((around.narrowing or stack).program, segments, numerics, stacked)
