@@ -375,11 +375,16 @@ def train_step(
         adapter_scale=job.tuning.scale,
         narrowing=Narrowing.of(program, job.formats),
     )
-    away = "activations" in layout.offload  # of layers written out, many come back from the host at once
-    looped = away or not placement.is_nvidia or any(getattr(layout, size) > 1 for size in LOOPED_BY)
-    unroll = not looped and writes_layers_out(model.train_program(), policy)
+    unroll = not _looped(layout, placement) and writes_layers_out(model.train_program(), policy)
+    away = "activations" in layout.offload
     stack = Stack(program, around, segments, placement, policy, unroll=unroll, away=away)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
     parameters = describe_parameters((around.narrowing or stack).program, segments, numerics, stacked)
     return TrainStep(stack, parameters, job, layout, named, documents)
+
+
+def _looped(layout: Layout, placement: Placement) -> bool:
+    """Whether layers stay in loops: of those written out, many would come back from the host's memory at once."""
+    sizes = any(getattr(layout, size) > 1 for size in LOOPED_BY)
+    return sizes or not placement.is_nvidia or "activations" in layout.offload
