@@ -209,6 +209,17 @@ def test_what_products_read_is_kept_in_eight_bits():
 
 
 @pytest.mark.jax
+def test_what_is_kept_goes_to_the_hosts_memory_and_back_as_it_is():
+    here, away = (
+        step_of(Layout(fsdp=2, tensor=2, micro_batch=4, remat="none", offload=offload))
+        for offload in ((), ("activations",))
+    )
+    weights = here.initial_state(0)["weights"]
+    one, other = (step.gradients(weights, batch_of(step)) for step in (here, away))
+    assert same(one, other)
+
+
+@pytest.mark.jax
 def test_saved_steps_go_on_bit_equal_and_leave_as_their_master_copies(tmp_path):
     model, step = dense(SMALL), step_of(LAYOUTS[1])
     state, _ = step.jitted(step.initial_state(0), batch_of(step))

@@ -159,9 +159,9 @@ RULES: tuple[Rule[Choices], ...] = (
         "collective_matmul=compiler",
     ),
     Rule(
-        lambda c: bool(c.job.formats.recipe and c.job.formats.recipe.weights) & (len(c.layout.offload) > 0),
-        lambda c: f"offload={'+'.join(c.layout.offload)}",
-        "stored narrow weights have one scale, and are not updated in pieces", "no offload",
+        lambda c: bool(c.job.formats.recipe and c.job.formats.recipe.weights) & ("optimizer" in c.layout.offload),
+        "offload=optimizer", "stored narrow weights have one scale, and are not updated in pieces",
+        "no offload=optimizer",
     ),
     Rule(
         lambda c: (c.order not in PIPELINES) & (c.layout.stage > 1),

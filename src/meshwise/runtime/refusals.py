@@ -237,9 +237,9 @@ def check_narrow_layout(layout: Layout, model: Model, job: TrainingJob) -> None:
         LayoutError: names the choice.
     """
     check_narrow_products(model, job)
-    if job.formats.recipe is not None and job.formats.recipe.weights is not None and layout.offload:
+    if job.formats.recipe is not None and job.formats.recipe.weights is not None and "optimizer" in layout.offload:
         raise LayoutError(
-            f"layout: offload={'+'.join(layout.offload)} with precision {job.precision} is planned, but not yet "
+            f"layout: offload=optimizer with precision {job.precision} is planned, but not yet "
             "executed: a stored weight has one scale, and is updated in pieces; leave it out"
         )
     if job.formats.recipe is not None and layout.tensor > 1 and layout.collective_matmul != "compiler":
