@@ -50,6 +50,26 @@ def test_one_that_is_waited_for_at_once_hides_nothing():
     assert floor_of(gather, PRODUCT.format(n=1)).exposed == pytest.approx(GATHER_S)
 
 
+def test_what_other_cores_send_is_hidden_by_what_stands_between_the_call_and_its_end():
+    """As XLA writes what SparseCores do; where nothing stands between, all of it is waited for."""
+    called = """%called (c: bf16[1024,8192]) -> bf16[8192,8192] {
+  %c = bf16[1024,8192]{1,0} parameter(0)
+  ROOT %g = bf16[8192,8192]{1,0} all-gather(%c), replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+"""
+    ready = "%y = s32[] custom-call(), custom_call_target=\"PrepareAsyncCallStart\""
+    start = (
+        "%s = ((bf16[1024,8192]{1,0}), bf16[8192,8192]{1,0}) call-start(%b), "
+        'async_execution_thread="sparsecore", to_apply=%called'
+    )
+    done = DONE.replace("all-gather-done", "call-done")
+    beside = floor_of(ready, start, PRODUCT.format(n=1), done, before=called)
+    assert beside.network["fsdp"] == pytest.approx(GATHER_S)
+    assert beside.exposed == 0
+    assert floor_of(ready, start, done, PRODUCT.format(n=1), before=called).exposed == pytest.approx(GATHER_S)
+
+
 def test_two_on_the_same_links_share_what_hides_them():
     starts = [START.replace("%s", f"%s{n}") for n in range(5)]
     ends = [DONE.replace("%d", f"%d{n}").replace("%s", f"%s{n}") for n in range(5)]

@@ -217,8 +217,13 @@ _NOTHING = frozenset(
     }
 )
 
-#: Calls of the compiler's own that set memory aside or rename what is in it.
-_RENAMING = frozenset({"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone", "SliceId"})
+#: Calls of the compiler's own that set memory aside, rename what is in it, or make other cores ready.
+_RENAMING = frozenset(
+    {
+        *("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone", "SliceId"),
+        *("PrepareAsyncCallStart", "PrepareAsyncCallDone"),
+    }
+)
 
 #: What reads only as much as it results in, of its first operand.
 _PARTS = frozenset({"slice", "dynamic-slice", "gather"})

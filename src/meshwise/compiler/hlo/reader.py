@@ -164,6 +164,9 @@ def _attributes(tail: str) -> Iterator[tuple[str, str]]:
 _MODULE = re.compile(r"HloModule (?P<name>[^\s,]+)(?P<header>.*)")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+#: How a computation that runs on other cores (SparseCores) is written, which starts and ends apart -> as any other.
+_CALLS_APART = {f"call-{part}": f"async-{part}" for part in ("start", "update", "done")}
+
 _OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -257,7 +260,7 @@ def _instruction(line: str) -> Instruction:
     return Instruction(
         name=head["name"],
         shape=parse_shape(line[head.end() : shape_end]),
-        opcode=opcode["opcode"],
+        opcode=_CALLS_APART.get(opcode["opcode"], opcode["opcode"]),
         operands=((inside.strip(),) if literal else tuple(_OPERAND.findall(inside))),
         tail=line[operands_end + 1 :],
         root=bool(head["root"]),
