@@ -11,7 +11,7 @@ from meshwise.core.tensors import Kind, Route
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.hardware import parse_cluster
 from meshwise.runtime import early, forward, products, shardings, watched
-from meshwise.runtime.overlap import network_flag, overlap_options, profiled_options, tell_network
+from meshwise.runtime.overlap import network_flag, overlap_options, profiled_options, step_options, tell_network
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import DENSE, alone, configured, dense, loss_and_gradients, make, worst
 from tests.runtime.test_models import MODELS
@@ -23,6 +23,14 @@ def test_only_platforms_whose_schedulers_are_told_have_options():
     assert overlap_options("cpu", layout) == {}
     assert all(value is True for value in overlap_options("tpu", layout).values())
     assert overlap_options("cuda", layout) == overlap_options("gpu", layout) != {}
+
+
+def test_products_of_our_own_steps_stay_whole_beside_what_tpus_send_over_tensor():
+    for platform, layout in (("tpu", Layout(fsdp=4)), ("gpu", Layout(tensor=4))):
+        assert step_options(platform, layout) == overlap_options(platform, layout)
+    layout = Layout(fsdp=2, tensor=4)
+    (name,) = step_options("tpu", layout).keys() - overlap_options("tpu", layout)
+    assert "windowed_einsum" in name
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,18 @@ def overlap_options(platform: str, layout: Layout, *, ragged: bool = False) -> d
     return options
 
 
+#: MiB of a product's operands from which XLA for TPUs cuts it into pieces beside those of a gather or a sum over
+#: `tensor`: none is so large. Pieces that go round both ways are more bytes than one sum is, each product's sum goes by
+#: itself where several have one, and what a piece makes is written and read again (docs/verify.md).
+_UNCUT = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1 << 20}
+
+
+def step_options(platform: str, layout: Layout, *, ragged: bool = False) -> dict[str, bool | int]:
+    """Options of the compiler for our own training steps; those of `overlap_options` among them, with its arguments."""
+    uncut = _UNCUT if platform == "tpu" and layout.tensor > 1 else {}
+    return overlap_options(platform, layout, ragged=ragged) | uncut
+
+
 def profiled_options(platform: str, layout: Layout, *, ragged: bool = False) -> dict[str, bool | int]:
     """Options for where XLA's scheduler is told how long everything takes; none where it knows, or would not listen.
 

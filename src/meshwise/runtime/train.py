@@ -27,7 +27,7 @@ from meshwise.runtime.layers import Arrays, Stack
 from meshwise.runtime.offloaded import Streams, held_away
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.optimizer import Hyperparameters, clipped, update
-from meshwise.runtime.overlap import overlap_options, profiled_options
+from meshwise.runtime.overlap import profiled_options, step_options
 from meshwise.runtime.params import (
     Order,
     Parameter,
@@ -187,7 +187,7 @@ class TrainStep:
     @property
     def compiler_options(self) -> dict[str, bool | int]:
         """Options with which it is to be compiled: `step.jitted.lower(...).compile(step.compiler_options)`."""
-        return overlap_options(self.stack.placement.platform, self.layout, ragged=self._ragged)
+        return step_options(self.stack.placement.platform, self.layout, ragged=self._ragged)
 
     @property
     def profiled_options(self) -> dict[str, bool | int]:

@@ -58,7 +58,7 @@ def test_what_other_cores_send_is_hidden_by_what_stands_between_the_call_and_its
 }
 
 """
-    ready = "%y = s32[] custom-call(), custom_call_target=\"PrepareAsyncCallStart\""
+    ready = '%y = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"'
     start = (
         "%s = ((bf16[1024,8192]{1,0}), bf16[8192,8192]{1,0}) call-start(%b), "
         'async_execution_thread="sparsecore", to_apply=%called'
