@@ -190,13 +190,13 @@ def test_sums_of_gradients_that_nothing_runs_beside():
     longer = ours["v5e:8x8", 64].terms["fsdp"] - plain["v5e:8x8", 64].terms["fsdp"]
     assert longer > sums["v5e:8x8", 64] > 0
 
-    # Where sums run beside compute, those of a tensor group come on top all the same, but for gradients of weights.
+    # Where other programs run beside sums, our own do not: XLA starts most where it waits for them.
     beside = replace(alone, sums_alone=False)
-    (s, _), (other, _) = (step("v5p:4x4x4", beside, in_step=ours, **layout) for ours in (True, False))
-    assert busier < s.lower <= (busier + s.resources["tensor"]) * (1 + 1e-9)
+    (found, _), (other, _) = (step("v5p:4x4x4", beside, in_step=ours, **layout) for ours in (True, False))
+    assert found.lower == s.lower
+    assert found.terms == s.terms
     assert other.lower == exactly(others)
-    assert s.hidden["tensor"] == 0 < other.hidden["tensor"]
-    assert s.terms["data"] == other.terms["data"], "sums of gradients hide as before"
+    assert found.hidden["data"] == 0 < other.hidden["data"]
 
 
 def test_collective_matmuls_hide_tensor_parallelism_on_tpus():

@@ -67,11 +67,12 @@ class TrainingProblem(_Problem):
 
         In our own programs for TPUs nothing runs beside the collectives of a tensor group: compiled ones say so
         (docs/verify.md), where measured ones of MaxText on 16x16 hide them. Where sums stand alone, gathers do, too.
-        Over all of a slice of three dimensions, or of a square one, gradients are summed by AllReduces.
+        Over all of a slice of three dimensions, or of a square one, gradients are summed by AllReduces. SparseCores
+        take sums, but XLA starts most of them where it waits for them.
         """
-        found = self.calibration.of_slices(self.cluster.num_slices)
         if not (self.own_program and self.cluster.chip.vendor == "google"):
-            return found
+            return self.calibration.of_slices(self.cluster.num_slices)
+        found = replace(self.calibration, sums_alone=True).of_slices(self.cluster.num_slices)
         network = self.cluster.network
         lengths = [axis.size for axis in network.axes] if isinstance(network, Torus) else []
         whole = len(lengths) == 3 or (len(lengths) == 2 and lengths[0] == lengths[1])
