@@ -32,7 +32,7 @@ _IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _NEXT_LAYER = "xla_gpu_enable_pipelined_reduce_scatter"
 
 #: Platform, as JAX or XLA names it -> options. On TPUs gathers run in pieces inside of the fusions that stand beside
-#: them, and sums on the SparseCores, where a chip has any (v5p, v6e), beside what the other cores compute.
+#: them, and sums on the SparseCores, where a chip has any (v5p, v6e), which may compute beside them (docs/verify.md).
 _OPTIONS: Mapping[str, Mapping[str, bool | int]] = {
     "tpu": {
         "xla_enable_async_all_gather": True,
