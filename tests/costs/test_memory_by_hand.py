@@ -62,9 +62,6 @@ def test_a_loss_in_chunks_holds_the_logits_of_one(compiled):
     assert four["logits_and_loss"] == chunked["logits_and_loss"]
     assert four["gathered_weights"] == pytest.approx(large * D * (FP32 + BF16) - large * D * BF16 / 8)
     assert whole["logits_and_loss"] > tokens * large * BF16
-    if compiled:  # by XLA for TPUs, in whose programs of ours the gradient takes the place of the logits
-        over = memory(on="v5p:2x2x2", fsdp=8, loss="chunked", vocabulary=large, in_step=True, **of)
-        assert over["logits_and_loss"] == (3 * D + 1) * tokens * BF16 + chunk * large * BF16
     others = whole.keys() - {"logits_and_loss", "gathered_weights", "communication_buffers", "total"}
     assert {name: whole[name] for name in others} == {name: chunked[name] for name in others}
 

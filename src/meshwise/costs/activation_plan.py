@@ -185,7 +185,7 @@ def _moments(
     that only the forward pass reads, with its results. Where it is `compiled`, the others are let go of, too: gathered
     once for both passes, they are gone when their own gradient is made; and what is elementwise, and read by nothing
     else, is made as it is read (the gradient of capped logits, of which that before the cap is made); it may be written
-    over what was kept for it (`_written_over`).
+    over what was kept for it.
     """
     born: dict[Held, int] = dict.fromkeys(placed.kept, -1)
     nowhere = _made_as_read(placed) if compiled else set()
@@ -227,13 +227,10 @@ def _made_as_read(placed: PlacedBlock) -> set[Held]:
 
 
 def _written_over(item: LocalOp | Transfer, held: Held, nowhere: Collection[Held]) -> bool:
-    """Whether what an operation makes, of things that are nowhere or chunk by chunk, takes the place of what it reads.
-
-    Whole logits that products read next wait behind their gradient, which is made once (`runtime.ops`).
-    """
+    """Whether what an operation makes of things that are nowhere takes the place of this, which it reads."""
     made = _made(item)
     alike = [h for h in made if (h.tensor.axes, h.sharding) == (held.tensor.axes, held.sharding)]
-    return bool(alike) and (_in_chunk(held) or any(h in nowhere for h in _read(item)))
+    return bool(alike) and any(h in nowhere for h in _read(item))
 
 
 def _in_chunk(held: Held) -> bool:

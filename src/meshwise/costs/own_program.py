@@ -56,7 +56,7 @@ class OwnProgram(NamedTuple):
         copies: whether what a layer of a loop keeps is copied into stacks of all layers, and out of them again.
         writes_out: whether loops over few layers are written out (`writes_layers_out`).
         fuses_loss: whether the head's products make its elementwise gradients, the logits' above all, as they read,
-            and those of capped logits, and of chunks, are written over them.
+            and capped ones' are written over the logits.
     """
 
     stays: float
