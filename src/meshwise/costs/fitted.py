@@ -243,8 +243,8 @@ _MEASURED_FORMATS = {
     "tpu": (DType.BF16,),
 }
 
-#: TPUs whose SparseCores take sums, as XLA compiles for them: on others nothing runs beside a ReduceScatter or an
-#: AllReduce, whatever options it is given (docs/verify.md).
+#: TPUs whose SparseCores take sums: on others nothing runs beside a ReduceScatter or an AllReduce, whatever options XLA
+#: is given. In our own programs little does on these, either (`TrainingProblem.on_slices`, docs/verify.md).
 _TAKE_SUMS = ("v5p", "v6e", "tpu7x")
 
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.

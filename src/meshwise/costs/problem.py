@@ -77,8 +77,9 @@ class TrainingProblem(_Problem):
         lengths = [axis.size for axis in network.axes] if isinstance(network, Torus) else []
         whole = len(lengths) == 3 or (len(lengths) == 2 and lengths[0] == lengths[1])
         sums = network.num_chips if whole and self.cluster.num_slices == 1 else 0
-        found = replace(found, collective_matmul=False, in_turn=True, slice_sums=sums)
-        return replace(found, late_gathers=False, beside_sums=False) if found.sums_alone else found
+        return replace(
+            found, collective_matmul=False, in_turn=True, slice_sums=sums, late_gathers=False, beside_sums=False
+        )
 
     def calibration_of(self, structure: LayoutChoices) -> Calibration:
         """The calibration as far as the choices of a layout let its software overlap."""
